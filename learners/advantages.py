@@ -115,6 +115,7 @@ class ActionTokens:
     rewards        for each turn, its reward
     reward         the episode's reward: the sum over its turns
     truncated      whether a limit ended the episode, and not the environment
+    episode        the episode
     """
 
     rows: list[Row]
@@ -123,6 +124,7 @@ class ActionTokens:
     rewards: list[float]
     reward: float
     truncated: bool
+    episode: Episode
 
     @classmethod
     def from_episode(cls, episode: Episode, reward: float, credit: Credit) -> ActionTokens:
@@ -133,8 +135,9 @@ class ActionTokens:
         token_indices = [np.flatnonzero(row.loss_weights > 0) for row in episode.rows]
         truncated = episode.outcome.status is Status.TRUNCATED
         if credit == "episode":
-            return cls(episode.rows, token_indices, [sum(map(len, token_indices))], [reward], reward, truncated)
-        turn_ends, rewards, n_tokens = list[int](), list[float](), 0
+            turn_ends = [sum(map(len, token_indices))]
+            return cls(episode.rows, token_indices, turn_ends, [reward], reward, truncated, episode)
+        turn_ends, rewards, n_tokens = [], list[float](), 0
         for row, indices in zip(episode.rows, token_indices, strict=True):
             ends, turn_rewards = turns(row)
             turn_ends += (n_tokens + np.searchsorted(indices, ends)).tolist()
@@ -142,7 +145,7 @@ class ActionTokens:
             n_tokens += len(indices)
         if rewards:
             rewards[-1] = reward - sum(rewards[:-1])
-        return cls(episode.rows, token_indices, turn_ends, rewards, reward, truncated)
+        return cls(episode.rows, token_indices, turn_ends, rewards, reward, truncated, episode)
 
     def __len__(self) -> int:
         return sum(map(len, self.token_indices))

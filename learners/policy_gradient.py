@@ -29,6 +29,7 @@ from .advantages import (
     turn_advantages,
 )
 from .losses import actor_loss, kl_estimate, policy_loss_of
+from .tree import learn_shared_turns_once, tree_advantages
 
 if TYPE_CHECKING:
     from .advantages import Mask, TokenArray
@@ -400,6 +401,68 @@ class CriticFreeLearner(PolicyGradient):
             returned = f"{advantages!r:.60} for {len(rewards)} members of a group: one finite number for each"
             raise self.wrong_return(self.advantages, returned)
         return advantages
+
+
+class TreeConfig(PolicyGradientConfig):
+    """Settings of learners that may compare the turns of a tree."""
+
+    advantage: Literal["group", "tree"] = Field("group", validate_default=True)
+    """`group`: episodes are compared within their group; `tree`: with `rollout.branches`, each turn by the mean return
+    below it, with the others in its state; turns that episodes share are learned once, with the weight of all of
+    them."""
+
+    @field_validator("advantage")
+    @classmethod
+    def _is_all_the_credit(cls, advantage: str, info: ValidationInfo) -> str:
+        if advantage == "tree" and info.data.get("credit", "episode") != "episode":
+            raise ValueError("a tree gives each turn its credit: leave credit at episode")
+        if advantage == "tree" and info.data.get("gamma", 1.0) != 1:
+            raise ValueError("a tree compares returns without a discount: leave gamma at 1")
+        return advantage
+
+
+class TreeLearner(CriticFreeLearner):
+    """Base of the critic-free learners that may compare the turns of a tree."""
+
+    Config = TreeConfig
+    config: TreeConfig
+    _has_branches = False
+    """True if the last `prepare` had a tree."""
+
+    def sibling_advantages(self, values: Sequence[float], returns: Sequence[float]) -> Sequence[float]:
+        """One advantage per turn of several in the same state, from their values; `returns` are those of the group."""
+        return self.advantages(values)
+
+    def prepare(self, groups: Sequence[Group]) -> list[Row]:
+        rows = super().prepare(groups)
+        branched = [group for group in groups if any(episode.parent for episode in group.episodes)]
+        self._has_branches = self.config.advantage == "tree" and bool(branched)
+        if self._has_branches:
+            self.returns = None  # they do not decide the sign of a shared turn
+            for group in branched:
+                learn_shared_turns_once([e for e in group.episodes if e.rows and "advantages" in e.rows[0].arrays])
+        return rows
+
+    def token_shares(self, objective: Objective, weights: Mapping[int, float]) -> Mapping[int, float] | None:
+        return None if self._has_branches else super().token_shares(objective, weights)
+
+    def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
+        if self.config.advantage != "tree":
+            return super().token_advantages(group)
+        returns = [member.reward for member in group]
+        n_turns = [len(member.turn_ends) for member in group]
+        values = tree_advantages([member.episode for member in group], n_turns, returns, self.sibling_advantages)
+        advantages = [broadcast_turn_values(v, m.turn_ends, 1.0) for v, m in zip(values, group, strict=True)]
+        if not self.kl_in_reward:
+            return advantages
+        return [a + discounted_returns(self.kl_rewards(m), 1.0) for a, m in zip(advantages, group, strict=True)]
+
+    def _action_tokens(self, episode: Episode) -> ActionTokens:
+        tokens = super()._action_tokens(episode)
+        if self.config.advantage == "tree":
+            by_turn = ActionTokens.from_episode(episode, tokens.reward, "turn")
+            tokens.turn_ends, tokens.rewards = by_turn.turn_ends, by_turn.rewards
+        return tokens
 
 
 def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: int, episodes: int) -> float:

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .advantages import mean_of
-from .policy_gradient import CriticFreeLearner, PolicyGradientConfig, RewardKL
+from .policy_gradient import RewardKL, TreeConfig, TreeLearner
 
 
-class RLOOConfig(PolicyGradientConfig):
+class RLOOConfig(TreeConfig):
     """Settings of RLOO."""
 
     kl: RewardKL = RewardKL()
 
 
-class RLOO(CriticFreeLearner):
+class RLOO(TreeLearner):
     """REINFORCE leave-one-out."""
 
     Config = RLOOConfig

@@ -45,7 +45,7 @@ def complete_stage(stage: StageConfig, *, samples_only: bool = False) -> None:
     if agent_class.uses_policy:
         _check_groups(stage, learner_class)
     if stage.rollout.branches and agent_class.uses_policy and not samples_only:
-        _check_branches(stage, agent_class, agent_config)
+        _check_branches(stage, agent_class, agent_config, learner_config)
     if stage.rollout.max_staleness:
         _check_staleness(stage, learner_class, learner_config)
     if stage.checkpoint.needs_evaluation and not stage.eval.every:
@@ -119,8 +119,15 @@ def _check_groups(stage: StageConfig, learner_class: type[Learner]) -> None:
         raise ConfigError("rollout.filter.zero_variance compares the scores of a group: set rollout.group_size above 1")
 
 
-def _check_branches(stage: StageConfig, agent_class: type[Agent], agent_config: AgentConfig) -> None:
-    """Branches repeat the turns of their parents."""
+def _check_branches(
+    stage: StageConfig, agent_class: type[Agent], agent_config: AgentConfig, learner_config: LearnerConfig
+) -> None:
+    """Branches repeat the turns of their parents, and a learner must know that these are the same."""
+    if getattr(learner_config, "advantage", "") != "tree":
+        raise ConfigError(
+            f"rollout.branches: learner {stage.learner.name} would learn the turns that episodes share several times: "
+            "set learner.advantage=tree, with a learner that has it, or rollout.branches=0"
+        )
     if not agent_class.steps_are_turns:
         raise ConfigError(
             f"rollout.branches: the turns of agent {stage.agent.name} are recorded, and not what it does in the "

@@ -89,8 +89,9 @@ class PartRun:
     async def run_episodes(self) -> list[Group]:
         """Run the episodes that the folder does not have, and return the groups of all tasks."""
         sampling = self.part.sampling(self.runner.agent.renderer.stop_token_ids)
-        seed_scope = self.part.stage.rollout.scope_in_evaluation(self.part.samples)
-        plan = SamplingPlan(self.part.name, sampling, self.part.samples, seed_scope)
+        part, rollout = self.part, self.part.stage.rollout
+        seed_scope = rollout.scope_in_evaluation(part.samples)
+        plan = SamplingPlan(part.name, sampling, part.samples, seed_scope, part.branches, rollout.branch_at)
         folder, note = self.folder, self.display.note
         if n_saved := sum(episode.purpose == self.part.name for episode in folder.saved.values()):
             note(f"{n_saved} saved episodes are reused")

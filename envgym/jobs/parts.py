@@ -62,6 +62,11 @@ class Part(BaseModel):
             **self.config.model_dump(include={"seed", "deterministic"}),
         }
 
+    @property
+    def branches(self) -> int:
+        """Branches per task."""
+        return 0
+
     def sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """Sampling parameters of one turn; greedy sampling ignores all but `max_tokens` and the stop tokens."""
         rollout = self.stage.rollout

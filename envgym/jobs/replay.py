@@ -89,6 +89,10 @@ class RecordedPart(Part):
 
     _tasks: list[Task] = PrivateAttr(default_factory=list)
 
+    @property
+    def branches(self) -> int:
+        return self.stage.rollout.branches
+
     async def tasks(self, spec: EnvSpec) -> list[Task]:
         return self._tasks
 

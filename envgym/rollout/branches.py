@@ -19,7 +19,7 @@ from envgym.env import CheckedEnv, Info
 from envgym.errors import InvalidOutcome
 from envgym.processes.cancellation import UsersCode
 from envgym.transcript import EpisodeSampler
-from envgym.types import Action, Episode, Observation, PlacedImage, Segment, Turn
+from envgym.types import Action, Episode, Observation, PlacedImage, Segment, Turn, turn_node
 
 if TYPE_CHECKING:
     from .config import BranchRule
@@ -81,20 +81,10 @@ def choose_branches(episodes: Sequence[Episode], rule: BranchRule, count: int) -
     places: dict[tuple[str, int], Branch] = {}
     for parent in parents:
         for turn in range(1, _n_turns(parent)):
-            places.setdefault(node_of(parent, turn - 1, {e.id: e for e in episodes}), Branch(parent, turn))
+            places.setdefault(turn_node(parent, turn - 1, {e.id: e for e in episodes}), Branch(parent, turn))
     values = {"entropy": _surprises, "spread": _spreads}[rule](places, episodes)
     order = sorted(places, key=lambda node: -values[node])  # stable: equal values stay in the order of members
     return [places[order[number % len(order)]] for number in range(count)]
-
-
-def node_of(episode: Episode, turn: int, episodes: Mapping[str, Episode]) -> tuple[str, int]:
-    """The node of an episode's turn in the tree of its group, `episodes` by id: the id of the episode that sampled the
-    turn, and the turn's number, from 0."""
-    while episode.parent and turn < episode.parent_turn:
-        if episode.parent not in episodes:
-            return episode.parent, turn
-        episode = episodes[episode.parent]
-    return episode.id, turn
 
 
 def _n_turns(episode: Episode) -> int:
@@ -126,7 +116,7 @@ def _spreads(places: Mapping[tuple[str, int], Branch], episodes: Sequence[Episod
     returns: dict[tuple[str, int], list[float]] = {node: [] for node in places}
     for episode in episodes:
         for turn in range(_n_turns(episode)) if episode.reward is not None else ():
-            if (node := node_of(episode, turn, by_id)) in returns:
+            if (node := turn_node(episode, turn, by_id)) in returns:
                 returns[node].append(episode.reward or 0.0)
     return {node: pstdev(values) if values else 0.0 for node, values in returns.items()}
 

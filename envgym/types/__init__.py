@@ -23,6 +23,7 @@ from .episodes import (
     float_array,
     number_rows,
     timed,
+    turn_node,
 )  # fmt: skip
 from .images import ImagePart, ImageSpan, PlacedImage
 from .messages import (
@@ -52,5 +53,5 @@ __all__ = [
     "Outcome", "PlacedImage", "Reward", "Role", "Row", "SeedScope", "Segment", "Span", "Status", "StopReason",
     "Tally", "Task", "TextPart", "ToolCall", "ToolSpec", "Turn", "VersionSpan", "add_instruction", "as_action",
     "as_messages", "as_observation", "check_json", "float_array", "int_array", "number_rows", "observed_messages",
-    "refuse_images", "timed",
+    "refuse_images", "timed", "turn_node",
 ]  # fmt: skip

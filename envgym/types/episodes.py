@@ -539,6 +539,16 @@ class Group:
     unrepeated: int = 0
 
 
+def turn_node(episode: Episode, turn: int, episodes: Mapping[str, Episode]) -> tuple[str, int]:
+    """The node of an episode's turn in the tree of its group, of which `episodes` are the members by id: the id of the
+    episode that sampled the turn, and the turn's number, from 0."""
+    while turn < episode.parent_turn:
+        if episode.parent not in episodes:
+            return episode.parent, turn
+        episode = episodes[episode.parent]
+    return episode.id, turn
+
+
 def number_rows(groups: Sequence[Group]) -> Sequence[Group]:
     """Number the episodes and groups of a training step in their rows, in order. All rows of an episode share a
     micro-batch. Returns the groups."""

@@ -491,16 +491,19 @@ def test_a_mistake_is_one_line_that_says_what_to_do(word):
     ("words", "says"),
     [
         (
-            ["agent=single_turn"],
+            ["agent=single_turn", "learner.advantage=tree"],
             "agent single_turn takes one (agent.max_turns=1): set rollout.branches=0, or agent=multi_turn",
         ),
         (
-            ["agent=external", "agent.command=program"],
+            ["agent=external", "agent.command=program", "learner.advantage=tree"],
             "the turns of agent external are recorded, and not what it does in the environment, so they cannot",
         ),
+        ([], "learner grpo would learn the turns that episodes share several times: set learner.advantage=tree, with"),
+        (["learner=ppo"], "learner ppo would learn the turns that episodes share several times"),
+        (["learner=ppo", "learner.advantage=tree"], "learner ppo: unknown key 'advantage'"),
     ],
 )
-def test_branches_need_an_agent_whose_turns_can_be_repeated(words, says):
+def test_branches_need_turns_that_can_be_repeated_and_a_learner_of_trees(words, says):
     with pytest.raises(ConfigError) as refused:
         of_words("rollout.branches=2", *words)
     assert says in str(refused.value)
