@@ -138,13 +138,14 @@ def _read(file: Path) -> tuple[Alarm, ...]:
 ALARMS = _read(Path(__file__).with_name("alarms.yaml"))
 
 
-def sentence(name: str, record: Mapping[str, Any]) -> str | None:
-    """The text of an alarm that was raised in a record; None for an unknown alarm or without its number."""
+def metric_and_sentence(name: str, record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The metric and the text of an alarm that was raised in a record; None for an unknown alarm or without its
+    number."""
     for alarm in ALARMS:
         role = str(name).removesuffix(alarm.name)
         value = record.get(role + alarm.metric)
         if name == role + alarm.name and ROLE.fullmatch(role) and isinstance(value, int | float):
-            return alarm.sentence(role, record)
+            return role + alarm.metric, alarm.sentence(role, record)
     return None
 
 

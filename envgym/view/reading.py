@@ -20,6 +20,8 @@ EVENTS = 32 * 2**20
 """Maximum bytes of a step's events: 16,000 episodes of 2 KiB. As Python objects they are ten times as large."""
 TOKENIZER = 128 * 2**20
 """Maximum bytes of a `tokenizer.json`; 260,000 tokens take 33 MiB."""
+TAIL = 2**14
+"""Maximum bytes of the end of a log."""
 EPISODE = 32 * 2**20
 """Maximum bytes of an episode in JSON: a million tokens with their log-probabilities."""
 LISTED = 512 * 2**20

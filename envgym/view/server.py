@@ -20,7 +20,7 @@ from envgym.net.listening import is_loopback, listen, stop_signals, url_of
 from envgym.net.server import serve_requests
 
 from .episodes import compare_episodes, episode_with_tokens, lanes, listing
-from .settings import changed_settings, stage_settings
+from .settings import changed_settings, stage_number, stage_settings
 from .sources import Source, find
 
 PAGE = Path(__file__).parent / "page"
@@ -92,6 +92,11 @@ class Answers:
     def _run(self, source: Source) -> dict[str, Any]:
         summary = source.summary()
         held_out = self.sources.get(f"{source.id}/held_out")
+        config, parent = source.config(), source.id.rpartition("/")[0]
+        is_stage = bool(config) and not (source.path / "config.yaml").exists()
+        stages = [
+            name.removeprefix(f"{parent}/") for name in self.sources if is_stage and name.startswith(f"{parent}/")
+        ]
         return {
             "id": source.id,
             "kind": source.kind,
@@ -99,9 +104,15 @@ class Answers:
             "summary": summary,
             "steps": sorted(source.files()),
             "evaluated": sorted(held_out.files()) if held_out else [],
-            "settings": stage_settings(config := source.config(), source.path.name),
+            "run": parent if is_stage else source.id,
+            "replays": source.kind == "run"
+            and stage_number(source.path.name)
+            == max(map(stage_number, stages), default=stage_number(source.path.name)),
+            "settings": stage_settings(config, source.path.name),
             "changed": changed_settings(config, source.path.name) if source.kind == "run" else None,
             "alarms": source.alarms(),
+            "checkpoints": source.checkpoints(),
+            "logs": source.logs(),
         }
 
 

@@ -22,11 +22,16 @@ def stage_settings(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     the second of several, any other the last."""
     stages = config.get("stages")
     stages = [stage for stage in stages if isinstance(stage, Mapping)] if isinstance(stages, list) else []
-    number = folder.partition("-")[0]
-    is_numbered = number.isdecimal() and 0 < int(number[:9]) <= len(stages) > 1
-    stage = stages[int(number) - 1 if is_numbered else -1] if stages else {}
+    number = stage_number(folder)
+    stage = stages[number - 1 if 0 < number <= len(stages) > 1 else -1] if stages else {}
     settings = {key: value for key, value in config.items() if key != "stages"} | dict(stage)
     return {str(key): value for key, value in dotted_keys(settings) if key not in NAMES}
+
+
+def stage_number(folder: str) -> int:
+    """The number in the name of a stage's folder; 0 for any other name."""
+    number = folder.partition("-")[0][:9]
+    return int(number) if number.isascii() and number.isdecimal() else 0
 
 
 def changed_settings(config: Mapping[str, Any], folder: str) -> list[tuple[str, Any, Any]] | None:

@@ -13,7 +13,7 @@ from typing import Any
 from envgym.disk import lock_holder
 from envgym.errors import ConfigError, DataError, EnvgymError
 from envgym.images import FOLDER, SUFFIXES, ImageFolder
-from envgym.monitoring.alarms import sentence
+from envgym.monitoring.alarms import metric_and_sentence
 from envgym.run_folder import files_by_step
 from envgym.types.images import MAX_BYTES, read_image
 from envgym.yaml_files import read_yaml
@@ -30,7 +30,9 @@ LISTED = ("recipe", "env.name", "learner.name", "model")
 """Settings in the list of all sources."""
 FILES = (".jsonl", ".parquet")
 SHOWN = 48
-"""Number of points of that curve."""
+"""Number of points of that curve; also the most checkpoints and logs of a run."""
+LINES = 30
+"""Number of the last lines of a log."""
 WALKED = 20_000
 """Maximum number of files and folders to search in a folder, and in each of its sub-folders with all below."""
 DEPTH = 8
@@ -127,9 +129,34 @@ class Source:
         return {"records": [record for _, record in records], "offset": end, "state": self.state(self.summary())}
 
     def alarms(self) -> list[dict[str, Any]]:
-        """The texts of the run's alarms, by step."""
+        """The run's alarms, by step: each with the metric that it is about, and its text."""
         raised = ((record, name) for _, record in self.records() for name in _list_value(record, "alarms"))
-        return [{"step": record["step"], "text": text} for record, name in raised if (text := sentence(name, record))]
+        named = ((record["step"], metric_and_sentence(name, record)) for record, name in raised)
+        return [{"step": step, "metric": alarm[0], "text": alarm[1]} for step, alarm in named if alarm]
+
+    def checkpoints(self) -> list[str]:
+        """The names of its checkpoints, newest first; `best` is added to that of the best one."""
+        folder = self.path / "checkpoints"
+        if not folder.is_dir() or not is_within(folder, self.roots):
+            return []
+        best = folder / "best"
+        target = os.path.basename(os.readlink(best)) if best.is_symlink() else ""
+        names = sorted((name for name in os.listdir(folder) if name.startswith("step_")), reverse=True)
+        return [f"{name} (best)" if name == target else name for name in names[:SHOWN]]
+
+    def logs(self) -> list[dict[str, str]]:
+        """The last lines of the output of its processes, the latest first; empty outputs are left out."""
+        folder = self.path / "logs"
+        paths = sorted(folder.glob("*.log"))[:SHOWN] if self.kind == "run" else []
+        files = [path for path in paths if path.is_file() and is_within(path, self.roots)]
+        tails = []
+        for path in sorted(files, key=lambda path: -path.stat().st_mtime):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - reading.TAIL))
+                lines = file.read(reading.TAIL).decode(errors="replace").replace("\r", "\n").splitlines()
+            if text := "\n".join(line for line in lines[-LINES:] if line.strip()):
+                tails.append({"name": path.name, "text": text})
+        return tails
 
     def list_line(self) -> dict[str, Any]:
         """Its line in the list of all sources."""

@@ -291,7 +291,7 @@ def test_an_alarm_is_told_as_the_run_told_it():
             "grad_norm": 0.1,
         }
         raised = alarms.observe(record)
-        assert [sources.sentence(one.name, record) for one in raised] == [one.text for one in raised]
+        assert [sources.metric_and_sentence(one.name, record)[1] for one in raised] == [one.text for one in raised]
         names += [one.name for one in raised]
     assert "mismatch" in names
     assert any(name.startswith("critic/") for name in names)

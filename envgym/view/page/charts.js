@@ -1,5 +1,5 @@
 // Charts: curves, sparklines and histograms.
-import { h, num } from "./dom.js";
+import { h, num, plain } from "./dom.js";
 import { INKS, plot } from "./plot.js";
 
 /** A small curve without axes. @param {number[]} values @returns {Element} */
@@ -19,13 +19,13 @@ export function spark(values) {
 }
 
 /** Curves over steps, with their intervals as bands. Returns the element and a function that sets the data.
- * @param {string} title @param {import("./plot.js").Line[]} lines @param {boolean} [hasNames] if values have their lines' names
- * @returns {{element: HTMLElement, set: (records: any[]) => void}} */
-export function chart(title, lines, hasNames = true) {
+ * @param {string} title @param {import("./plot.js").Line[]} lines @param {import("./plot.js").Axis} [axis] @param {boolean} [hasNames] if values have their lines' names
+ * @returns {{element: HTMLElement, set: (records: any[], alarms?: any[]) => void}} */
+export function chart(title, lines, axis, hasNames = true) {
   const value = h("span", { class: "now" });
   /** @type {any[]} */
   let plotted = [];
-  const curves = plot(lines, showValues), element = h("figure", { class: "chart", hidden: true }, h("figcaption", null, h("span", null, title), value), curves.element);
+  const curves = plot(lines, showValues, axis), notes = h("ul", { class: "alarms" }), element = h("figure", { class: "chart", hidden: true }, h("figcaption", null, h("span", null, title), value), curves.element, notes);
   const names = lines.flatMap((line) => [line.name, ...(line.low && line.high ? [line.low, line.high] : [])]);
   /** Show the values of the step under the pointer, or the last ones. @param {number | null} index */
   function showValues(index) {
@@ -38,11 +38,11 @@ export function chart(title, lines, hasNames = true) {
   }
   return {
     element,
-    set(records) {
+    set(records, alarms = []) {
       plotted = records.filter((record) => names.some((name) => typeof record[name] === "number"));
       element.hidden = plotted.length === 0;
-      if (plotted.length) showValues(null);
-      curves.set(plotted.map((record) => record.step), Object.fromEntries(names.map((name) => [name, plotted.map((record) => (typeof record[name] === "number" ? record[name] : null))])));
+      notes.replaceChildren(...alarms.slice(-3).map((alarm) => h("li", null, h("b", null, `step ${alarm.step}`), ` ${plain(alarm.text, 600)}`)));
+      curves.set(plotted.map((record) => record.step), Object.fromEntries(names.map((name) => [name, plotted.map((record) => (typeof record[name] === "number" ? record[name] : null))])), alarms.map((alarm) => alarm.step));
     },
   };
 }

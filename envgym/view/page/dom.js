@@ -90,9 +90,30 @@ export async function copy(text, message) {
   }
 }
 
+/** A score with its interval, as in the terminal. @param {any} value @returns {string} */
+export function scored(value) {
+  const fixed = (/** @type {any} */ number) => (typeof number === "number" ? number.toFixed(3).replace("-", "−") : "–");
+  return `${fixed(value.score)}${Array.isArray(value.ci95) ? ` [${value.ci95.map(fixed).join(", ")}]` : ""}`;
+}
+
 /** A name with its value. @param {string} name @param {any} value @returns {HTMLElement} */
 export function fact(name, value) {
   return h("div", { class: "fact" }, h("dt", null, name), h("dd", null, value));
+}
+
+/** A part of a page that shows only if it has content. @param {string} title @param {HTMLElement} content @returns {HTMLElement} */
+export function section(title, content) {
+  return h("section", { class: "part" }, h("h2", null, title), content);
+}
+
+/** A command with a button that copies it. @param {string} text @returns {HTMLElement} */
+export function commandLine(text) {
+  return h("div", { class: "command" }, h("code", null, text), h("button", { type: "button", "aria-label": `Copy ${text}`, onclick: () => copy(text, "the command is copied") }, "Copy"));
+}
+
+/** A word of a command line. @param {string} text @returns {string} */
+export function quoted(text) {
+  return /^[\w./:@-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 }
 
 /** A color of the page's current theme. @param {string} name @returns {string} */

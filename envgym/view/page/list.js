@@ -1,7 +1,7 @@
 // The list of a step's episodes, filtered and sorted.
 import { ask, isExport, listOf } from "./api.js";
 import { histogram } from "./charts.js";
-import { h, link, notify, num, plain } from "./dom.js";
+import { fact, h, lasting, link, notify, num, plain, scored, setting } from "./dom.js";
 
 const HEIGHT = 46; // as in style.css; 700,000 rows stay below the largest height of an element
 const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", false], ["reward", "reward", true], ["score", "score", true], ["status", "outcome", false],
@@ -22,9 +22,12 @@ export async function list(main, id, step, query, remember) {
   const search = /** @type {HTMLInputElement} */ (h("input", { type: "search", placeholder: "Search in messages and tasks", "aria-label": "Search in messages and tasks", value: state.text }));
   const status = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Outcome" }));
   const envs = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Environment", hidden: true }));
+  const result = info.kind === "evaluation" && info.summary.n_tasks !== undefined ? info.summary : null;
+  const facts = result && h("dl", { class: "facts" }, fact("score, 95% interval", scored(result)), Object.keys(result.envs || {}).length < 2 ? "" : Object.entries(result.envs).map(([name, part]) => fact(plain(name, 80), scored(part))), fact("model", setting(result.model)), fact("tasks", num(result.n_tasks)),
+    fact("truncated", num(result.truncated)), fact("failed", num(Object.values(result.failures || {}).reduce((/** @type {number} */ sum, /** @type {any} */ count) => sum + count, 0))), fact("duration", lasting(result.seconds)));
   const position = info.steps.indexOf(step);
   const stepLink = (/** @type {number} */ n, /** @type {string} */ text) => info.steps[n] === undefined || position < 0 ? "" : h("a", { class: "button", href: link("list", id, info.steps[n]) }, text);
-  main.replaceChildren(h("h1", null, info.kind === "run" ? `Step ${step}` : "Episodes"), h("div", { class: "tools" }, stepLink(position - 1, "‹ previous step"), stepLink(position + 1, "next step ›"),
+  main.replaceChildren(h("h1", null, info.kind === "run" ? `Step ${step}` : info.kind === "held-out" ? `Held-out tasks at step ${step}` : "Episodes"), facts || "", h("div", { class: "tools" }, stepLink(position - 1, "‹ previous step"), stepLink(position + 1, "next step ›"),
     info.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, status, envs, count), bars, view);
   /** @type {any} */
   let columns = { id: [] };

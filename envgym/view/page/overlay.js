@@ -2,15 +2,15 @@
 import { ask } from "./api.js";
 import { chart } from "./charts.js";
 import { h, link, num, plain, setting } from "./dom.js";
-import { INKS } from "./plot.js";
+import { INKS, sharedAxis } from "./plot.js";
 import { CURVES } from "./run.js";
 
 /** @param {HTMLElement} main @param {string[]} ids @returns {Promise<void>} */
 export async function overlay(main, ids) {
   const runs = await Promise.all(ids.map(async (id) => ({ id, info: await ask("run", id), records: (await ask("metrics", id, 0)).records })));
-  const charts = CURVES.map(([title, lines]) => {
+  const axis = sharedAxis(), charts = CURVES.map(([title, lines]) => {
     const [{ name, points }] = lines.filter((/** @type {any} */ line) => runs.some((run) => run.records.some((/** @type {any} */ record) => typeof record[line.name] === "number"))).concat(lines);
-    const curves = chart(title, runs.map((run) => ({ name: run.id, points })), false);
+    const curves = chart(title, runs.map((run) => ({ name: run.id, points })), axis, false);
     const steps = new Map();
     for (const run of runs) for (const record of run.records) if (typeof record[name] === "number") steps.set(record.step, { ...(steps.get(record.step) || { step: record.step }), [run.id]: record[name] });
     return { curves, records: [...steps.values()].sort((a, b) => a.step - b.step) };

@@ -12,7 +12,7 @@ let inks = {};
 /** Colors of the page's current theme, cached: each lookup makes the browser compute the layout again. */
 function currentInks() {
   const theme = document.documentElement.dataset.theme || "";
-  if (inks.theme !== theme) inks = Object.fromEntries([["theme", theme], ...["--rule", "--quiet", "--band", "--raised", ...INKS].map((name) => [name, color(name)])]);
+  if (inks.theme !== theme) inks = Object.fromEntries([["theme", theme], ...["--rule", "--quiet", "--band", "--raised", "--warn", ...INKS].map((name) => [name, color(name)])]);
   return inks;
 }
 
@@ -71,12 +71,27 @@ function linePoints(xs, ys, position, width) {
   return points;
 }
 
-/** A canvas that shows lines. `onPoint` is called with the number of the record under the pointer, or null.
- * @param {Line[]} lines @param {(n: number | null) => void} onPoint
- * @returns {{element: HTMLElement, set: (xs: number[], data: Record<string, (number | null)[]>) => void}} */
-export function plot(lines, onPoint) {
-  const canvas = /** @type {HTMLCanvasElement} */ (h("canvas", { role: "img" })), mark = h("div", { class: "mark", hidden: true }, h("i"));
-  const element = h("div", { class: "plot" }, canvas, mark);
+/** What plots share: a cursor at a step, and the range of steps that they show, null for all.
+ * @typedef {{range: [number, number] | null, members: {point: (x: number | null) => void, zoom: () => void}[], point: (x: number | null) => void, zoom: (range: [number, number] | null) => void}} Axis */
+
+/** @param {(range: [number, number] | null) => void} [onZoom] @returns {Axis} */
+export function sharedAxis(onZoom) {
+  /** @type {Axis} */
+  const axis = { range: null, members: [], point: (x) => axis.members.forEach((member) => member.point(x)),
+    zoom(chosen) { axis.range = chosen; onZoom?.(chosen); axis.members.forEach((member) => member.zoom()); } };
+  return axis;
+}
+
+/** A canvas that shows lines; dragging over it zooms. `onPoint` is called with the number of the record under the
+ * pointer, or null. Dashed lines are at the steps of `marks`.
+ * @param {Line[]} lines @param {(n: number | null) => void} onPoint @param {Axis} [axis]
+ * @returns {{element: HTMLElement, set: (xs: number[], data: Record<string, (number | null)[]>, marks?: number[]) => void}} */
+export function plot(lines, onPoint, axis = sharedAxis()) {
+  const canvas = /** @type {HTMLCanvasElement} */ (h("canvas", { role: "img" })), mark = h("div", { class: "mark", hidden: true }, h("i")), drag = h("div", { class: "drag", hidden: true });
+  const element = h("div", { class: "plot" }, canvas, mark, drag);
+  /** @type {[number[], Record<string, (number | null)[]>, number[]]} */
+  let all = [[], {}, []];
+  let offset = 0, dragStart = -1;
   const names = lines.flatMap((line) => [line.name, line.low, line.high]);
   let width = 0, height = 0, left = 0, isDue = false;
   /** @type {number[]} */
@@ -84,6 +99,7 @@ export function plot(lines, onPoint) {
   /** @type {Record<string, (number | null)[]>} */
   let data = {};
   let low = 0, high = 1, first = 0, end = 1;
+  const stepAt = (/** @type {number} */ clientX) => first + ((clientX - canvas.getBoundingClientRect().left - left) / (width - left - RIGHT)) * (end - first);
   const placeX = (/** @type {number} */ x) => left + ((x - first) / (end - first)) * (width - left - RIGHT);
   const placeY = (/** @type {number} */ y) => TOP + ((high - y) / (high - low)) * (height - TOP - BOTTOM);
 
@@ -93,12 +109,28 @@ export function plot(lines, onPoint) {
     [low, high] = range(low, high);
     [first, end] = xs[0] < xs[xs.length - 1] ? [xs[0], xs[xs.length - 1]] : [xs[0] - 1, xs[0] + 1];
     const last = data[lines[0].name].filter((y) => y !== null).at(-1);
-    canvas.setAttribute("aria-label", `${lines.map((line) => line.name).join(", ")} over steps ${xs[0]} to ${xs[xs.length - 1]}, last ${num(last)}`);
+    canvas.setAttribute("aria-label", `${lines.map((line) => line.name).join(", ")} over steps ${xs[0]} to ${xs[xs.length - 1]}, last ${num(last)}${all[2].length ? `, alerts at ${all[2].join(", ")}` : ""}`);
+  }
+
+  /** Take the records in the range of steps that is shown. */
+  function select() {
+    const [[allXs, allData], range] = [all, axis.range];
+    [xs, data, offset] = [allXs, allData, 0];
+    if (range) {
+      offset = allXs.findIndex((x) => x >= range[0]);
+      const stop = allXs.findLastIndex((x) => x <= range[1]) + 1;
+      xs = offset < 0 ? [] : allXs.slice(offset, stop);
+      data = Object.fromEntries(Object.entries(allData).map(([name, values]) => [name, values.slice(offset, stop)]));
+    }
+    showPoint(null);
+    if (xs.length) measure();
+    if (!isDue) { isDue = true; requestAnimationFrame(draw); }
   }
 
   function draw() {
     isDue = false;
-    if (!width || !xs.length) return;
+    if (!width) return;
+    if (!xs.length) { canvas.width = 0; return; }
     const ink = currentInks(), ratio = devicePixelRatio || 1, pen = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
@@ -124,6 +156,12 @@ export function plot(lines, onPoint) {
       const text = label(tick, stepSize), half = pen.measureText(text).width / 2;
       pen.fillText(text, Math.min(placeX(tick), width - half), height - 2);
     }
+    pen.strokeStyle = ink["--warn"];
+    pen.setLineDash([4, 3]);
+    pen.beginPath();
+    for (const x of all[2]) if (x >= first && x <= end) { pen.moveTo(placeX(x), TOP); pen.lineTo(placeX(x), height - BOTTOM); }
+    pen.stroke();
+    pen.setLineDash([]);
     lines.forEach((line, n) => {
       if (line.low && line.high) band(pen, linePoints(xs, data[line.low], placeX, width), linePoints(xs, data[line.high], placeX, width), ink["--band"]);
       curve(pen, linePoints(xs, data[line.name], placeX, width), ink[INKS[n % INKS.length]], Boolean(line.points));
@@ -162,29 +200,43 @@ export function plot(lines, onPoint) {
     }
   }
 
-  /** @param {PointerEvent | null} event */
-  function onPointer(event) {
-    mark.hidden = event === null || !xs.length;
-    if (event === null || !xs.length) return onPoint(null);
-    const x = first + ((event.clientX - canvas.getBoundingClientRect().left - left) / (width - left - RIGHT)) * (end - first);
+  /** Show the cursor at the record next to a step. @param {number | null} x */
+  function showPoint(x) {
+    mark.hidden = x === null || !xs.length;
+    if (x === null || !xs.length) return onPoint(null);
     let n = 0, upper = xs.length - 1;
     while (n < upper) { const middle = (n + upper) >> 1; if (xs[middle] < x) n = middle + 1; else upper = middle; }
     if (n && x - xs[n - 1] < xs[n] - x) n--;
     const y = data[lines[0].name][n];
     mark.style.setProperty("--x", `${placeX(xs[n])}px`);
     mark.style.setProperty("--y", y === null ? "-99px" : `${placeY(y)}px`);
-    onPoint(n);
+    onPoint(n + offset);
   }
-  element.addEventListener("pointermove", onPointer);
-  element.addEventListener("pointerleave", () => onPointer(null));
+  const xOf = (/** @type {PointerEvent} */ event) => event.clientX - canvas.getBoundingClientRect().left;
+  element.addEventListener("pointermove", (event) => {
+    axis.point(stepAt(event.clientX));
+    if (dragStart < 0) return;
+    drag.hidden = Math.abs(xOf(event) - dragStart) < 8;
+    drag.style.setProperty("--x", `${Math.min(xOf(event), dragStart)}px`);
+    drag.style.setProperty("--w", `${Math.abs(xOf(event) - dragStart)}px`);
+  });
+  element.addEventListener("pointerdown", (event) => { dragStart = xOf(event); element.setPointerCapture(event.pointerId); });
+  element.addEventListener("pointerup", (event) => {
+    const from = first + ((dragStart - left) / (width - left - RIGHT)) * (end - first), to = stepAt(event.clientX);
+    if (!drag.hidden) axis.zoom([Math.round(Math.min(from, to)), Math.round(Math.max(from, to))]);
+    drag.hidden = true;
+    dragStart = -1;
+  });
+  element.addEventListener("pointercancel", () => { drag.hidden = true; dragStart = -1; });
+  element.addEventListener("dblclick", () => axis.zoom(null));
+  element.addEventListener("pointerleave", () => axis.point(null));
+  axis.members.push({ point: showPoint, zoom: select });
   new ResizeObserver(([entry]) => { ({ width, height } = entry.contentRect); draw(); }).observe(element);
   return {
     element,
-    set(newXs, newData) {
-      [xs, data] = [newXs, newData];
-      if (!xs.length) return;
-      measure();
-      if (!isDue) { isDue = true; requestAnimationFrame(draw); }
+    set(newXs, newData, marks = []) {
+      all = [newXs, newData, marks];
+      if (newXs.length) select();
     },
   };
 }
