@@ -91,6 +91,10 @@ PARTS = {
         "openenv:http://URL", (), ("server", "server", "controller"), server=("--dialect", "openenv", GUESS)
     ),
     "sandbox": Part("echo.py:Echo", SHARDS, ("sandbox", "sandbox", "rollout-0", "controller"), staleness=1),
+    "branching": Part(
+        GUESS, ("deterministic=true", "rollout.branches=2", "learner.advantage=tree", *SHARDS),
+        ("rollout-0", "controller", "rollout-1", "controller"), is_deterministic=True,
+    ),
     "ray": Part(
         "math_verify", ("--runtime", "ray", *SHARDS), ("rollout-0", "engine", "rollout-1", "controller", "actor-0"),
         staleness=1,
@@ -287,7 +291,8 @@ def check_books(run: Path, spec: EnvSpec, *, steps: int, staleness: int) -> dict
     assert [record["step"] for record in records] == list(range(steps + 1))
     assert max(record.get("staleness/max", 0) for record in records) <= staleness
     groups: dict[str, dict[str, list[bool]]] = {}
-    for episode in read_episodes(run):
+    episodes = read_episodes(run)
+    for episode in (episode for episode in episodes if not episode.parent):
         groups.setdefault(episode.task.id, {}).setdefault(episode.group_id, []).append(episode.failed)
     assert [task for task, of_task in groups.items() if len(of_task) != 1] == []
     ends = [ends for of_task in groups.values() for ends in of_task.values()]
@@ -302,6 +307,7 @@ def check_books(run: Path, spec: EnvSpec, *, steps: int, staleness: int) -> dict
         "tasks": len(groups),
         "learned_episodes": sum(failures.count(False) for failures in ends),
         "failed_episodes": sum(failures.count(True) for failures in ends),
+        "branches": sum(bool(episode.parent) for episode in episodes),
     }
 
 
