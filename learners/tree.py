@@ -39,19 +39,21 @@ def tree_advantages(
         [turn_node(episode, turn, by_id) for turn in range(max(1, n))]
         for episode, n in zip(episodes, n_turns, strict=True)
     ]
-    below: dict[Node, list[float]] = defaultdict(list)
+    values_below: dict[Node, list[float]] = defaultdict(list)
     siblings: dict[Node | None, dict[Node, None]] = defaultdict(dict)
     for path, value in zip(paths, returns, strict=True):
-        for before, node in zip([None, *path], path, strict=False):
-            below[node].append(value)
-            siblings[before][node] = None
+        for parent, node in zip([None, *path], path, strict=False):
+            values_below[node].append(value)
+            siblings[parent][node] = None
     advantages: dict[Node | None, float] = {None: 0.0}
     for path in paths:
-        for before, node in zip([None, *path], path, strict=False):
-            nodes = list(siblings[before])
+        for parent, node in zip([None, *path], path, strict=False):
+            nodes = list(siblings[parent])
             if node in advantages:
                 continue
-            compared = compare([mean_of(below[n]) for n in nodes], returns) if len(nodes) > 1 else [advantages[before]]
+            compared = (
+                compare([mean_of(values_below[n]) for n in nodes], returns) if len(nodes) > 1 else [advantages[parent]]
+            )
             advantages.update(zip(nodes, compared, strict=True))
     return [[advantages[node] for node in path[:n]] for path, n in zip(paths, n_turns, strict=True)]
 
@@ -76,10 +78,10 @@ def learn_shared_turns_once(episodes: Sequence[Episode]) -> None:
 def _move_weights(row: Row, holder: Row, tokens: slice) -> None:
     import numpy as np
 
-    weights, moved = holder.loss_weights[tokens], row.loss_weights[tokens]
-    values, others = holder.arrays["advantages"][tokens], row.arrays["advantages"][tokens]
-    total = weights + moved
-    mean = (weights * values + moved * others) / np.maximum(total, np.finfo(np.float32).tiny)
-    holder.arrays["advantages"][tokens] = np.where(values == others, values, mean)
+    weights, moved_weights = holder.loss_weights[tokens], row.loss_weights[tokens]
+    values, moved_values = holder.arrays["advantages"][tokens], row.arrays["advantages"][tokens]
+    total = weights + moved_weights
+    mean = (weights * values + moved_weights * moved_values) / np.maximum(total, np.finfo(np.float32).tiny)
+    holder.arrays["advantages"][tokens] = np.where(values == moved_values, values, mean)
     holder.loss_weights[tokens] = total
     row.loss_weights[tokens], row.old_logprobs[tokens] = 0.0, np.nan
