@@ -25,8 +25,8 @@ NEED = {
 }
 """Settings that those need which cannot be played without any, given a server of judgements."""
 TAKE_DATA = {
-    "function_calls-v0", "judge-v0", "multiple_choice-v0", "process_reward_model-v0", "recorded-v0", "reward_model-v0",
-    "nemo_gym-v0",
+    "function_calls-v0", "instruction_following-v0", "judge-v0", "multiple_choice-v0", "process_reward_model-v0",
+    "recorded-v0", "reward_model-v0", "nemo_gym-v0",
 }  # fmt: skip
 
 
@@ -56,6 +56,8 @@ def data(folder, name):
     for a, row in enumerate(rows):
         row["choices"] = [int(row["answer"]) + (k - a) % 4 for k in range(4)]
     rows = [{**row, "responses_create_params": {"input": row["prompt"]}} for row in rows]
+    for row in rows:
+        row |= {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": [row["answer"]]}]}
     if name == "function_calls-v0":
         number = {"type": "dict", "properties": {"number": {"type": "string"}}, "required": ["number"]}
         functions = [{"name": "math.say", "description": "Say a number.", "parameters": number}]

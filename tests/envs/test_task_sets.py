@@ -104,6 +104,12 @@ ROWS = {
         {"question": "Which?", "type": "biology", "choices": ["a lot", "a few", "none", "all"], "answer": 2},
         {"question": "And?", "type": "physics", "choices": ["up", "down", "left", "right"], "answer": 0},
     ],
+    "ifeval": [
+        {"key": 1, "prompt": "Write two words.", "instruction_id_list": ["length_constraints:number_words"],
+         "kwargs": [{"relation": "less than", "num_words": 3}]},
+        {"key": 2, "prompt": "Write a title.", "kwargs": [{}, {"num_words": None}],
+         "instruction_id_list": ["detectable_format:title", "punctuation:no_comma"]},
+    ],
     "bfcl": [
         {"id": "simple_python_0", "category": "simple_python", "question": "Add 1 and 2.", "functions": FUNCTIONS,
          "answer": [{"math.add": {"a": [1], "b": [2.0]}}]},
@@ -112,6 +118,11 @@ ROWS = {
     ],
 }  # fmt: skip
 """Rows of the form of each task set; the answers of the first two differ, but for GPQA's, which are shuffled."""
+
+
+FOLLOWED = {"1": "Hello there", "2": "<<A title>> of mine"}
+"""Answers that follow the instructions of `ifeval`'s rows; the environment writes none."""
+PACKAGES = {"ifeval": ("langdetect", "nltk", "punkt")}
 
 
 @pytest.fixture
@@ -131,6 +142,8 @@ def completion(spec, task):
     if hasattr(spec, "final_answer"):
         answer = reference(task.answer).removesuffix(".0")
         return rf"Therefore the answer is $\boxed{{{answer}}}$."
+    if task.id in FOLLOWED:
+        return FOLLOWED[task.id]
     [turn] = spec.demonstrations(task, 0)
     return turn if isinstance(turn, str) else Action("", tool_calls=turn.tool_calls)
 
@@ -159,6 +172,9 @@ def test_every_task_set_that_ships_has_rows_here_and_says_what_it_is():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_reference_earns_1_and_the_answer_of_another_row_0(name, folder):
+    for package in PACKAGES.get(name, ()):
+        pytest.importorskip(package)
+
     async def main():
         async with envgym.spec(name, data={"folder": str(folder)}) as spec:
             first, second, *_ = tasks = await all_tasks(spec)
