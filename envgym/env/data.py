@@ -11,8 +11,9 @@ from envgym.tasks.columns import DEFAULT_FIELDS, FieldNames, Form, TaskReader
 from envgym.tasks.config import DataConfig, SourceConfig
 from envgym.tasks.split import TaskSplits, load_tasks
 from envgym.tasks.task_set import TaskSet
-from envgym.types import Task
+from envgym.types import Observation, Task
 
+from .few_shot import Example, check_examples, play_examples, with_examples
 from .protocol import EnvConfig
 from .spec import EnvSpec
 
@@ -41,24 +42,51 @@ class DataEnvSpec(EnvSpec):
     """Tasks that stand in every split in place of the data's, such as those of saved episodes."""
 
     _splits: TaskSplits | None = None
+    _examples: asyncio.Task[list[Example]] | None = None
 
     async def setup(self) -> None:
         if self.config.data is not None and self.fixed_tasks is None:
             await self._load(self.config.data)
+            self.shows_examples = self.config.data.few_shot > 0
+            if self.shows_examples:
+                check_examples(self.id, self.config.data, await self._tasks_of_examples(self.config.data))
             for split in ("train", "test"):
                 if (tasks := self.tasks(split)).size != 0:
                     self.check_task(await tasks.get(0))
 
     async def _load(self, data: DataConfig, held_out_elsewhere: Collection[int] = ()) -> None:
-        self._splits = await asyncio.to_thread(
+        self._splits, self._examples = await self._read_splits(data, held_out_elsewhere), None
+
+    async def _read_splits(self, data: DataConfig, held_out_elsewhere: Collection[int]) -> TaskSplits:
+        return await asyncio.to_thread(
             load_tasks, data, answer_required=self.answer_required, form=self.form(), field_names=self.field_names,
             held_out_elsewhere=held_out_elsewhere,
         )  # fmt: skip
 
+    async def _tasks_of_examples(self, data: DataConfig) -> TaskSet:
+        """The tasks that examples are taken from, of which none is held out."""
+        assert self._splits is not None  # set by setup
+        if data.few_shot_select and data.path:
+            return (await self._read_splits(data.of_examples(), self._splits.held_out)).train
+        return self._splits.train
+
+    async def with_examples(self, observation: Observation, task: Task) -> Observation:
+        data = self.config.data
+        if data is None or not data.few_shot or self._splits is None:
+            return observation
+        if self._examples is None:
+            self._examples = asyncio.create_task(self._play_examples(data))
+        return with_examples(observation, await asyncio.shield(self._examples), task, data.few_shot)
+
+    async def _play_examples(self, data: DataConfig) -> list[Example]:
+        return await play_examples(self, data, await self._tasks_of_examples(data))
+
     @property
     def columns(self) -> str:
         """The columns of its data in words, by their use; empty without data."""
-        return self._splits.columns if self._splits is not None else ""
+        n_examples = self.config.data.few_shot if self.config.data is not None else 0
+        examples = f"; before every prompt: {n_examples} training tasks with answers" if n_examples else ""
+        return self._splits.columns + examples if self._splits is not None else ""
 
     @property
     def is_held_out(self) -> bool:
@@ -78,7 +106,7 @@ class DataEnvSpec(EnvSpec):
             await self._load(self.config.data, prompts)
 
     async def teardown(self) -> None:
-        self._splits = None
+        self._splits = self._examples = None
 
     def tasks(self, split: str) -> TaskSet:
         if split not in ("train", "test"):

@@ -212,9 +212,19 @@ class CheckedEnv(Env):
         self.task = self.env.task = task = posed_task(options) or await self._draw_task(seed)
         options, seed = {**(options or {}), "task": task}, seed if task.seed is None else task.seed
         observation, info = await self._timed_call("(observation, info)", self.env.reset, seed=seed, options=options)
+        if self.spec.shows_examples:
+            observation = await self.spec.with_examples(observation, task)
         self._playing, self.tally = True, Tally()
         self.tally.add(observation, None)
         return observation, info
+
+    async def first_observation(self, task: Task) -> Observation:
+        """The first observation of `task`, of no episode, which takes no slot; the spec is set up."""
+        Env.reset(self.env, seed=0)
+        self.env.task = task
+        reset, options = self.env.reset, {"task": task}
+        observation: Observation = (await self._timed_call("(observation, info)", reset, seed=0, options=options))[0]
+        return observation
 
     async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
         if not self._playing:

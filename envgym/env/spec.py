@@ -20,7 +20,7 @@ from envgym.hashing import source_hash, text_hash
 from envgym.images import ImageFolder
 from envgym.settings import settings_error
 from envgym.tasks import SeededTasks, TaskSet
-from envgym.types import Episode, ImagePart, Message, Reward, Task
+from envgym.types import Episode, ImagePart, Message, Observation, Reward, Task
 from envgym.types.images import decoded
 from envgym.types.messages import change_images, images_in
 
@@ -49,6 +49,8 @@ class EnvSpec:
     """False if steps give no rewards or scores by design: recordings to imitate."""
     starts_programs: ClassVar[bool] = False
     """True if resets and steps may take seconds because they start programs."""
+    shows_examples: bool = False
+    """True if `with_examples` changes first observations."""
     address: ClassVar[str] = "URL"
     """Of a class with a scheme: what is behind the scheme in a name. Only a URL leads to a server."""
 
@@ -137,6 +139,14 @@ class EnvSpec:
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """The assistant's turns of a right solution of `task`, for replay; the seed picks a variant."""
         raise ConfigError(f"environment {self.id} has no demonstrations to replay")
+
+    def worked_answer(self, task: Task) -> list[str | Message]:
+        """The right answer to `task` as an example for other tasks shows it, with its working if the data has one."""
+        return self.demonstrations(task, 0)
+
+    async def with_examples(self, observation: Observation, task: Task) -> Observation:
+        """The first observation of `task` with the examples before it that settings ask for."""
+        return observation
 
     def cheats(self, task: Task, seed: int) -> Mapping[str, Sequence[str | Message]]:
         """Ways to a reward of `task` that is not earned, by their names: the assistant's turns of each. `envgym envs

@@ -171,6 +171,14 @@ class DataConfig(SourceConfig):
     folder: str | None = None
     """Only for a named task set: the folder that holds its files, `NAME_train.jsonl` and `NAME_test.jsonl`, or
     `NAME.jsonl`."""
+    few_shot: int = Field(0, ge=0)
+    """Training tasks that every prompt shows first, each with its right answer; of a training task's prompt others."""
+    few_shot_seed: int = 0
+    """Seed that draws them from all training tasks."""
+    few_shot_select: Selection = Field({})
+    """The rows to take them from, in their order, by the values of fields. Unset: the training tasks, at random."""
+    few_shot_split: str | None = None
+    """The split that has these rows, if a folder has several. Unset: as `split`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -193,12 +201,22 @@ class DataConfig(SourceConfig):
             raise ValueError("with an endless source all sources need a weight")
         return self
 
+    def common_settings(self, **settings: Any) -> dict[str, Any]:
+        """The settings that sources inherit, with `settings` in their place."""
+        return self.model_dump(include={*SourceConfig.model_fields}) | settings
+
+    def of_examples(self) -> DataConfig:
+        """The rows of `few_shot_select`, none of which is held out by chance."""
+        settings = self.common_settings(select=self.few_shot_select, test_fraction=0.0)
+        settings |= {"split": self.few_shot_split} if self.few_shot_split else {}
+        return DataConfig(**{name: value for name, value in settings.items() if name not in ("test_path", "limit")})
+
     def resolved_sources(self) -> dict[str, SourceConfig]:
         """The sources by name, with the inherited settings; the name of a single one is "".
 
         A common test path is in none of them: it is read once.
         """
-        common = self.model_dump(exclude={"sources", "folder"})
+        common = self.common_settings()
         if not self.sources:
             return {"": SourceConfig(**common)}
         common.pop("test_path", None)

@@ -27,7 +27,7 @@ SUFFIXES = (".yaml", ".yml")
 FILES = (".jsonl", ".parquet", ".csv", ".json")
 PATHS = ("path", "test_path", "sources")
 PLACES = ("folder", *PATHS)
-SPLITS = ("split", "test_split")
+SPLITS = ("split", "test_split", "few_shot_split")
 HELD_OUT = {"test_path", "test_split", "test_fraction", "test_select"}
 """Settings of `data` that say what is held out."""
 

@@ -57,7 +57,7 @@ def load_tasks(
     """
     reader: _Reader = partial(TaskReader, answer_required=answer_required, form=form, field_names=field_names)
     held_out = _HeldOut(set(held_out_elsewhere))
-    common = SourceConfig(**config.model_dump(exclude={"sources", "folder"}))
+    common = SourceConfig(**config.common_settings())
     common_test = partial(_File, str(config.test_path), config.test_split, common, "", reader, is_test=True)
     if config.path is None and not config.sources:
         test_file = common_test()

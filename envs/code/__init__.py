@@ -137,14 +137,22 @@ class Code(DataEnvSpec):
 
     def demonstrations(self, task: Task, seed: int) -> list[str | Message]:
         """The solution in the task's answer, with its code in a block."""
+        greeting = random.Random(f"{task.key} {seed}").choice(_GREETINGS)
+        return [f"{greeting}{self._block(task)}"]
+
+    def worked_answer(self, task: Task) -> list[str | Message]:
+        """The code in a block; for base models the continuation of the prompt."""
+        is_continued = self.config.completion and isinstance(task.answer, str)
+        return [task.answer if is_continued else self._block(task)]
+
+    def _block(self, task: Task) -> str:
         if not isinstance(task.answer, str):
             raise DataError(f"task {task.key} has no solution to show: say where it is with data.answer=FIELD")
         code = task.answer
         if "```" not in code:
             program = code if _defines(code, task) else _beginning(task) + code
             code = f"```python\n{program.strip()}\n```"
-        greeting = random.Random(f"{task.key} {seed}").choice(_GREETINGS)
-        return [f"{greeting}{code}"]
+        return code
 
 
 def _usual_tests(task: Task) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import operator
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 BOX = "box"
 IN_A_BOX = "Put the final answer in \\boxed{}."
 INSTRUCTIONS = {BOX: IN_A_BOX, LAST_NUMBER: "End with the final answer, a number."}
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")
 TEST_TASKS = 512
 TEST_SHARE = 1 / 8  # of all problems; of two-digit sums that is 1250, of which TEST_TASKS are asked
 
@@ -135,9 +137,22 @@ class MathVerify(DataEnvSpec):
         if share is None:
             share = BOXED_SHARE if self.config.data is None else 1.0
         if rng.random() < share:
-            marker = {BOX: "", LAST_NUMBER: "The answer is"}.get(self.config.read, self.config.read)
-            return [f"{marker} {answer}" if marker else rf"\boxed{{{answer}}}"]
+            return [self._last_line(answer)]
         return [rng.choice((f"The answer is {answer}.", f"= {answer}", answer))]
+
+    def worked_answer(self, task: Task) -> list[str | Message]:
+        """The solution in the task's answer, without a calculator's marks (`<<3+4=7>>`), and the final answer as it is
+        read."""
+        text, answer = str(task.answer), reference(task.answer)
+        working = _CALCULATOR.sub("", text.rpartition("####")[0]) if "####" in text else text if boxed(text) else ""
+        if self.config.read == BOX and boxed(working):
+            return [working]
+        return [f"{working.rstrip()}\n{self._last_line(answer)}".lstrip()]
+
+    def _last_line(self, answer: str) -> str:
+        """A final answer in the form that is read."""
+        marker = {BOX: "", LAST_NUMBER: "The answer is"}.get(self.config.read, self.config.read)
+        return f"{marker} {answer}" if marker else rf"\boxed{{{answer}}}"
 
     async def grade(self, answer: str, gold: str, problem: str = "") -> Grade:
         """Grade the content of a box: by its text where that is enough, else in a grading process."""
