@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ OUTCOME = {"status": "outcome.status", "reason": "outcome.reason"}
 """Columns that are fields of a struct in a Parquet file."""
 CACHED = 4
 """Number of files whose lists are cached."""
+HISTORY = 4
+"""Maximum number of a task's episodes per step in its history."""
 TOKENS = 65536
 """Number of cached token texts."""
 LONGEST = 1000
@@ -65,12 +67,22 @@ class Listing:
         return record
 
     def beginnings(self, indices: Sequence[int]) -> list[list[str]]:
-        """The `beginning` of each of these episodes. Of a Parquet file it reads only their messages, not their tokens,
-        and only the row groups that hold them."""
+        """The `beginning` of each of these episodes. Of a Parquet file it reads only their messages and answers, not
+        their tokens, and only the row groups that hold them."""
         if self.path.suffix != ".parquet":
-            return [beginning(self.record(index)["messages"]) for index in indices]
+            return [beginning(self.record(index)) for index in indices]
         read = lru_cache(1)(self._file.read)  # neighbors are in one row group
-        return [beginning(self._row(index, read, ("messages",))["messages"]) for index in indices]
+        rows = [self._row(index, read, ("messages", "task", "answer")) for index in indices]
+        return [beginning({**row, "task": json.loads(row["task"])}) for row in rows]
+
+    def misgraded(self) -> list[int]:
+        """The indices of the episodes whose answer is what the task wanted, and whose score (without one, the reward)
+        is below 1."""
+        pairs = zip(self.column("score"), self.column("reward"), strict=True)
+        graded = [reward if score is None else score for score, reward in pairs]
+        suspects = [index for index, value in enumerate(graded) if value is not None and value < 1]
+        texts = zip(suspects, self.beginnings(suspects), strict=True)
+        return [index for index, (_, _, reference, answer) in texts if reference == answer != ""]
 
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
@@ -130,10 +142,14 @@ class Listing:
         self._starts, self._columns = starts, dict(columns)
 
 
-def beginning(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The beginnings of an episode's prompt and of its last answer, each as one line."""
-    texts = excerpt((message["role"], str(message["content"] or "")) for message in messages)
-    return [" ".join(text[:800].split())[:200] for text in texts]
+def beginning(record: Mapping[str, Any]) -> list[str]:
+    """The beginnings of an episode's prompt and of its last answer, what its task wanted and what was read as the
+    answer, each as one line; empty for what it does not have."""
+    texts = excerpt((message["role"], str(message["content"] or "")) for message in record["messages"])
+    reference = record["task"].get("answer")
+    is_text = isinstance(reference, str | None)
+    answers = [reference if is_text else json.dumps(reference, ensure_ascii=False), record["answer"]]
+    return [" ".join(str(text or "")[:800].split())[:200] for text in (*texts, *answers)]
 
 
 def _as_list(values: Any) -> list[Any]:
@@ -183,7 +199,7 @@ def episode_with_tokens(source: Source, step: int, index: int) -> dict[str, Any]
     group = [n for n, name in enumerate(episodes.column("group")) if name == record["group"]]
     learned = _training_columns(source, step, record["id"])
     rows = [_tokens(row, source.tokenizer(), learned.get(number)) for number, row in enumerate(record["rows"])]
-    line = {"listed": episodes.slice(index, 1), "beginning": beginning(record["messages"])}
+    line = {"listed": episodes.slice(index, 1), "beginning": beginning(record)}
     messages = [{**message, "parts": _parts(message.get("parts"))} for message in record["messages"]]
     return {**record, **line, "messages": messages, "rows": rows, "siblings": group, "index": index, "step": step}
 
@@ -298,12 +314,30 @@ def compare_episodes(a: Listing, b: Listing) -> dict[str, Any]:
     return {**paired, "of": field, "tasks": tasks}
 
 
+def _task_names(side: Listing) -> list[str]:
+    """The name of each episode's task; in an evaluation greedy episodes are compared with greedy ones alone."""
+    parts = zip((group.rpartition("/")[0] for group in side.column("group")), side.column("key"), strict=True)
+    return [key if part.startswith(("step-", "rollout-")) or not part else f"{part}: {key}" for part, key in parts]
+
+
 def _values_by_task(side: Listing, field: str) -> dict[str, list[tuple[int, float]]]:
     values: dict[str, list[tuple[int, float]]] = {}
-    columns = zip(side.column("group"), side.column("key"), side.column(field), strict=True)
-    for index, (group, key, value) in enumerate(columns):
-        part = group.rpartition("/")[0]  # in an evaluation: greedy episodes are compared with greedy ones
-        name = key if part.startswith(("step-", "rollout-")) or not part else f"{part}: {key}"
+    for index, (name, value) in enumerate(zip(_task_names(side), side.column(field), strict=True)):
         if value is not None:
             values.setdefault(name, []).append((index, float(value)))
     return values
+
+
+def task_history(source: Source, step: int, index: int) -> list[dict[str, Any]]:
+    """The episodes of the same task at all steps of a source, by step: the `index` of each in its file, its reward,
+    score and status, and its `beginning`."""
+    name = _task_names(listing(source, step))[index]
+    lines = []
+    for number in sorted(source.files()):
+        side = listing(source, number)
+        indices = [index for index, task in enumerate(_task_names(side)) if task == name][:HISTORY]
+        for position, texts in zip(indices, side.beginnings(indices), strict=True):
+            columns = side.slice(position, 1)
+            line = {column: columns[column][0] for column in ("reward", "score", "status")}
+            lines.append({"step": number, "index": position, "beginning": texts, **line})
+    return lines

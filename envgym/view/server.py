@@ -19,7 +19,7 @@ from envgym.errors import DataError, EnvgymError
 from envgym.net.listening import is_loopback, listen, stop_signals, url_of
 from envgym.net.server import serve_requests
 
-from .episodes import compare_episodes, episode_with_tokens, lanes, listing
+from .episodes import compare_episodes, episode_with_tokens, lanes, listing, task_history
 from .settings import changed_settings, stage_number, stage_settings
 from .sources import Source, find
 
@@ -52,6 +52,8 @@ class Answers:
             "metrics": (Source.metrics, numbered),
             "list": (_list, (*numbered, _number, _number)),
             "beginnings": (lambda source, step, rows: listing(source, step).beginnings(rows), (*numbered, _numbers)),
+            "misgraded": (lambda source, step: listing(source, step).misgraded(), numbered),
+            "history": (task_history, (*numbered, _number)),
             "lanes": (lanes, numbered),
             "episode": (episode_with_tokens, (*numbered, _number)),
             "image": (_data_uri, (self._source, str)),

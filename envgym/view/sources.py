@@ -131,8 +131,8 @@ class Source:
     def alarms(self) -> list[dict[str, Any]]:
         """The run's alarms, by step: each with the metric that it is about, and its text."""
         raised = ((record, name) for _, record in self.records() for name in _list_value(record, "alarms"))
-        named = ((record["step"], metric_and_sentence(name, record)) for record, name in raised)
-        return [{"step": step, "metric": alarm[0], "text": alarm[1]} for step, alarm in named if alarm]
+        alarms = ((record["step"], metric_and_sentence(name, record)) for record, name in raised)
+        return [{"step": step, "metric": alarm[0], "text": alarm[1]} for step, alarm in alarms if alarm]
 
     def checkpoints(self) -> list[str]:
         """The names of its checkpoints, newest first; `best` is added to that of the best one."""

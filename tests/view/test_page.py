@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conftest import made, make_run, viewing
 
 RUN = "runs%2Ffirst"
-LISTED = """texts => ["prompt", "completion"].every(
+LISTED = """texts => ["question", "completion"].every(
     (name, n) => document.querySelector(`a.row .${name}`)?.innerText === texts[n])"""
 """The first line of the list has these beginnings of its prompt and its completion."""
 
@@ -69,7 +69,7 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         page.wait_for_selector("a.row")
         main.get_by_role("columnheader", name="surprise").click()
         first = main.locator("a.row").first
-        assert first.locator("span").nth(4).inner_text() == "3"  # the member whose tokens were least likely
+        assert first.locator("[data-of=member]").inner_text() == "3"  # the member whose tokens were least likely
         first.click()
         page.wait_for_selector(".talk")
         at = page.url
@@ -137,7 +137,7 @@ def test_swimlanes_are_of_the_recorded_times(tree, page):
         main = opened(page, url, f"lanes/{RUN}/2")
         canvas = main.locator("canvas")
         assert canvas.get_attribute("aria-label") == "16 episodes over 40 seconds"
-        canvas.hover(position={"x": 40, "y": 24})
+        canvas.hover(position={"x": 40, "y": 42})
         assert "step-000002-0/00000:000:0: generating for 10 s" in main.locator(".bar").inner_text()
 
 
@@ -309,7 +309,7 @@ def test_an_export_opens_from_the_disk_and_asks_for_nothing(tree, page, monkeypa
     page.wait_for_selector("a.row")
     assert page.locator("a.row").count() == 16
     page.wait_for_function(LISTED, arg=["question 0?", "answer 0 0"])  # of five episodes that are in the file
-    assert page.locator("a.row .prompt").all_inner_texts().count("") == 16 - 2
+    assert page.locator("a.row .question").all_inner_texts().count("") == 16 - 2
     page.get_by_label("Outcome").select_option("failed")
     page.locator("a.row").first.click()
     page.wait_for_selector(".talk")

@@ -112,16 +112,23 @@ def test_beginnings_are_of_the_prompt_and_the_last_answer_in_one_line(tmp_path, 
     call = ToolCall("1", "add", {"a": 1})
     others = [made(1, 0, "y" * 5000), made(2, 0, messages=[Message("user", "no answer")]),
               made(3, 0, messages=[Message("user", "3?"), Message("assistant", "", tool_calls=(call,))])]  # fmt: skip
+    others[0].answer = "1"
     episodes = [made(0, 0, messages=[Message(role, text) for role, text in turns]), *others]
     write_episodes(tmp_path / f"some{suffix}", episodes)
     answers = Answers([tmp_path / f"some{suffix}"])
     [name] = answers.sources
     listed = answers(f"beginnings|{name}|0|3,1,0,2,0")
-    first = ["one two", "late answer"]
-    assert listed == [["3?", ""], ["question 1?", "y" * 200], first, ["no answer", ""], first]
+    first = ["one two", "late answer", "0", ""]  # with what was wanted, and what was read as the answer
+    assert listed == [
+        ["3?", "", "3", ""],
+        ["question 1?", "y" * 200, "1", "1"],
+        first,
+        ["no answer", "", "2", ""],
+        first,
+    ]
     with pytest.raises(DataError):
         answers(f"beginnings|{name}|0|0,9")
-    assert [answers(f"episode|{name}|0|{n}")["beginning"] for n in (0, 2)] == [first, ["no answer", ""]]
+    assert [answers(f"episode|{name}|0|{n}")["beginning"] for n in (0, 2)] == [first, ["no answer", "", "2", ""]]
 
 
 def test_beginnings_are_read_without_tokens_and_most_others(tmp_path):
@@ -136,7 +143,7 @@ def test_beginnings_are_read_without_tokens_and_most_others(tmp_path):
     before = bytes_read()
     listed = answers(f"beginnings|{name}|0|300,301")
     assert bytes_read() - before < path.stat().st_size / 10  # an episode with its tokens takes a third
-    assert listed == [["question 300?", "answer 300"], ["question 301?", "answer 301"]]
+    assert listed == [[f"question {n}?", f"answer {n}", str(n), ""] for n in (300, 301)]
 
 
 def test_tokens_come_with_what_was_learned_of_them(tree):

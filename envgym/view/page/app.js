@@ -1,7 +1,7 @@
 // The view of the page's address, and the keys.
 import { compare } from "./compare.js";
 import { h, link } from "./dom.js";
-import { episode, group } from "./episode.js";
+import { episode, group, task } from "./episode.js";
 import { home } from "./home.js";
 import { lanes } from "./lanes.js";
 import { list } from "./list.js";
@@ -50,6 +50,7 @@ async function show() {
       if (view === "list") result = await list(box, id, step, query, remember);
       else if (view === "lanes") { parts.push(["swimlanes", null]); await lanes(box, id, step); }
       else if (view === "group") { parts.push(["group", null]); await group(box, id, step, Number(args[1])); }
+      else if (view === "task") { parts.push(["this task over the run", null]); await task(box, id, step, Number(args[1])); }
       else if (view === "episode") { parts.push([`episode ${args[1]}`, null]); result = await episode(box, id, step, Number(args[1]), query, remember); }
       else throw new Error(`there is no view ${view}`);
     }

@@ -59,12 +59,13 @@ export function histogram(values, onSelect, selected) {
   const counts = new Array(bins).fill(0);
   for (const value of numbers) counts[Math.min(bins - 1, Math.floor((value - low) / width))]++;
   const maxCount = Math.max(...counts);
-  return h("div", { class: "bars", role: "group", "aria-label": "Rewards" }, counts.map((count, n) => {
+  const edges = Array.from({ length: bins + 1 }, (_, n) => low + n * width), shown = bins <= 8 ? edges : [edges[0], low + (high - low) / 2, high];
+  return h("div", { class: "histogram", vars: { "--bins": bins } }, h("div", { class: "caption" }, `episodes by reward, at most ${num(maxCount)} in a bar`), h("div", { class: "bars", role: "group", "aria-label": "Rewards" }, counts.map((count, n) => {
     /** @type {[number, number]} */
-    const range = [low + n * width, n === bins - 1 ? high : low + (n + 1) * width];
+    const range = [edges[n], n === bins - 1 ? high : edges[n + 1]];
     const isSelected = selected !== null && selected[0] === range[0];
     const label = `${num(range[0])} to ${num(range[1])}: ${count} episodes`;
-    return h("button", { type: "button", title: label, "aria-label": label, "aria-pressed": String(isSelected), disabled: count === 0,
-      vars: { "--h": `${Math.max(count ? 6 : 0, (count * 100) / maxCount)}%` }, onclick: () => onSelect(isSelected ? null : range) });
-  }));
+    return h("button", { type: "button", title: label, "aria-label": label, "aria-pressed": String(isSelected), disabled: count === 0, "data-count": bins <= 12 && count ? num(count) : null,
+      vars: { "--h": `${Math.max(count ? 6 : 0, (count * 80) / maxCount)}%` }, onclick: () => onSelect(isSelected ? null : range) });
+  })), h("div", { class: "axis" }, high > low ? shown.map((edge) => h("span", null, num(edge))) : h("span", null, num(low))));
 }

@@ -1,6 +1,6 @@
 // One episode, as a conversation or as tokens; the episodes of its group next to each other.
 import { ask, isExport, listOf } from "./api.js";
-import { copy, ending, fact, h, link, num, plain } from "./dom.js";
+import { commandLine, copy, ending, fact, h, link, num, plain, quoted } from "./dom.js";
 import { strip } from "./lanes.js";
 import { walk } from "./list.js";
 
@@ -80,8 +80,9 @@ function tokenListener(row, bar) {
   };
 }
 
-/** @param {any} message @param {any} reward @param {string} id @returns {HTMLElement} */
-function turn(message, reward, id) {
+/** A message; the first `common` characters of its text are quiet, as other episodes have them too.
+ * @param {any} message @param {any} reward @param {string} id @param {number} [common] @returns {HTMLElement} */
+function turn(message, reward, id, common = 0) {
   const calls = (message.tool_calls || []).map((/** @type {any} */ call) => {
     const args = call.function?.arguments;
     return h("details", { class: "call" }, h("summary", null, "calls ", h("b", null, plain(call.function?.name, 200)), call.error ? h("span", { class: "state failed" }, ` ${plain(call.error, 300)}`) : ""),
@@ -90,18 +91,18 @@ function turn(message, reward, id) {
   const text = plain(message.content);
   const isLong = message.role === "tool" && text.length > 400;
   const parts = (message.parts || []).map((/** @type {any} */ part) => (part.type === "image" ? picture(id, part) : plain(part.text)));
-  const body = text || parts.length ? h("div", { class: "text", dir: "auto" }, parts.length ? parts : text) : "";
+  const body = text || parts.length ? h("div", { class: "text", dir: "auto" }, parts.length ? parts : common ? [h("span", { class: "hint" }, text.slice(0, common)), h("mark", null, text.slice(common))] : text) : "";
   return h("section", { class: `turn ${["user", "assistant", "system", "tool"].includes(message.role) ? message.role : "user"}` },
     h("header", null, plain(message.name ? `${message.role} ${message.name}` : message.role, 100), reward === undefined || reward === null ? "" : h("span", { class: "turn-reward" }, `reward ${num(reward)}`)),
     isLong ? h("details", null, h("summary", null, `${text.length.toLocaleString("en")} characters`), body) : body, calls);
 }
 
-/** @param {any} record @param {string} id @returns {HTMLElement} */
-function conversation(record, id) {
+/** @param {any} record @param {string} id @param {number} [common] @returns {HTMLElement} */
+function conversation(record, id, common = 0) {
   const rewards = record.rows.flatMap((/** @type {any} */ row) => row.turns.map((/** @type {any} */ rowTurn) => rowTurn.reward));
   const completions = record.messages.filter((/** @type {any} */ message) => message.role === "assistant").length;
   let index = rewards.length - completions; // negative for the assistant's turns in the prompt
-  return h("div", { class: "talk" }, record.messages.map((/** @type {any} */ message) => turn(message, message.role === "assistant" ? rewards[index++] : undefined, id)));
+  return h("div", { class: "talk" }, record.messages.map((/** @type {any} */ message, /** @type {number} */ n) => turn(message, message.role === "assistant" ? rewards[index++] : undefined, id, n ? 0 : common)));
 }
 
 /** @param {HTMLElement} main @param {string} id @param {number} step @param {number} index @param {URLSearchParams} query
@@ -122,11 +123,14 @@ export async function episode(main, id, step, index, query, remember) {
   const timeline = h("div", { class: "timeline" });
   strip(id, step, record.id).then((lane) => lane && timeline.append(lane), () => {});
   const siblings = record.siblings.length > 1 ? h("a", { class: "button", href: link("group", id, step, index) }, `${record.siblings.length} in its group`) : "";
-  const commandButton = isExport() || record.step === undefined ? "" : h("button", { type: "button", onclick: () => copy(command(id, record), "the command is copied") }, "Copy command");
+  const commands = h("div"), run = id.replace(/\/held_out$/, ""), history = run === id || isExport() ? "" : h("a", { class: "button", href: link("task", id, step, index) }, "This task over the run");
+  if (!isExport()) ask("run", run).then((info) => commands.replaceChildren(...commandsOf(info, id, record).map(commandLine)), () => {});
+  const button = (/** @type {string} */ text, /** @type {number | undefined} */ n) => h("button", { type: "button", disabled: n === undefined, onclick: () => go(n) }, text);
   main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("dl", { class: "facts" }, fact("outcome", h("span", { class: `state ${record.outcome.status}` }, plain(ending(record.outcome), 300))),
     Object.entries(numbers).map(([name, value]) => fact(plain(name, 60), num(value))), fact("tokens", num(record.listed.tokens?.[0])), fact("seconds", num(record.seconds)),
     record.answer === null || record.answer === undefined ? "" : fact("parsed answer", plain(record.answer, 200)), record.task.answer === null || record.task.answer === undefined ? "" : fact("reference answer", plain(typeof record.task.answer === "string" ? record.task.answer : JSON.stringify(record.task.answer), 200))),
-  h("div", { class: "tools" }, viewButtons, colorButtons, siblings, h("button", { type: "button", onclick: () => copy(JSON.stringify(record), "the episode is copied") }, "Copy JSON"), commandButton), timeline, body);
+  h("div", { class: "tools" }, button("‹ previous", position > 0 ? neighbor(-1) : undefined), button("next ›", neighbor(1)), h("span", { class: "hint" }, `${num(position + 1)} of ${num(walk.order.length)}`), viewButtons, colorButtons, siblings, history, h("button", { type: "button", onclick: () => copy(JSON.stringify(record), "the episode is copied") }, "Copy JSON")), timeline, body, commands);
+  const go = (/** @type {number | undefined} */ n) => { if (n !== undefined) location.hash = `${link("episode", id, step, n)}?as=${state.view}&by=${state.color}`; };
   function draw() {
     viewButtons.replaceChildren(...[["talk", "Conversation"], ["tokens", "Tokens"]].map(([view, title]) => h("button", { type: "button", "aria-pressed": String(state.view === view), onclick: () => { state.view = view; update(); } }, title)));
     colorButtons.hidden = state.view !== "tokens";
@@ -143,7 +147,6 @@ export async function episode(main, id, step, index, query, remember) {
     draw();
   }
   draw();
-  const go = (/** @type {number | undefined} */ n) => { if (n !== undefined) location.hash = `${link("episode", id, step, n)}?as=${state.view}&by=${state.color}`; };
   return {
     j: () => go(neighbor(1)), k: () => go(position > 0 ? neighbor(-1) : undefined), g: () => { if (siblings) location.hash = link("group", id, step, index); },
     t: () => { state.view = state.view === "talk" ? "tokens" : "talk"; update(); },
@@ -151,10 +154,19 @@ export async function episode(main, id, step, index, query, remember) {
   };
 }
 
-/** The command that runs the task again. @param {string} id @param {any} record @returns {string} */
-function command(id, record) {
-  const quoted = (/** @type {string} */ text) => (/^[\w./:@-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
-  return `envgym rollout --config ${quoted(`${id}/config.yaml`)} --model ${quoted(id)} --task ${quoted(record.listed.key[0])} --out again.jsonl`;
+/** The commands that print an episode, run its actions again, and sample its task again.
+ * @param {any} info @param {string} id @param {any} record @returns {string[]} */
+function commandsOf(info, id, record) {
+  const name = quoted(info.run), isHeldOut = id.endsWith("/held_out"), task = quoted(record.listed.key[0]);
+  if (info.kind !== "run") return [`envgym show ${quoted(id)} --task ${task}`];
+  return [...(info.replays ? [`envgym show ${name} --step ${record.step} --task ${task}${isHeldOut ? " --eval" : ""}`] : []), ...(info.replays && !isHeldOut ? [`envgym replay ${name} --step ${record.step} --episode ${quoted(record.id)}`] : []),
+    `envgym rollout --config ${name}/config.yaml --model ${quoted(info.id)} --task ${task} --out again.jsonl`];
+}
+
+/** The mean advantage of an episode's tokens; null if it was not trained on. @param {any} record @returns {number | null} */
+function advantage(record) {
+  const values = record.rows.flatMap((/** @type {any} */ row) => row.advantages || []).filter((/** @type {any} */ value) => value !== null);
+  return values.length ? values.reduce((/** @type {number} */ sum, /** @type {number} */ value) => sum + value, 0) / values.length : null;
 }
 
 /** The episodes of a group next to each other. @param {HTMLElement} main @param {string} id @param {number} step @param {number} index @returns {Promise<void>} */
@@ -163,6 +175,29 @@ export async function group(main, id, step, index) {
   const members = await Promise.all(record.siblings.slice(0, 64).map((/** @type {number} */ n) => ask("episode", id, step, n).catch(() => null)));
   const prompt = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
   main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined, id))),
-    h("div", { class: "group" }, members.map((member, n) => member === null ? h("article", null, "not in the file") : h("article", null, h("header", null, h("a", { href: link("episode", id, step, record.siblings[n]) }, `member ${member.member}`),
-      h("span", { class: "n" }, `reward ${num(member.reward)}`), h("span", { class: `state ${member.outcome.status}` }, member.outcome.reason || member.outcome.status)), conversation({ ...member, messages: member.messages.slice(Math.max(prompt, 0)) }, id)))));
+    sideBySide(id, members.map((member, n) => [member, step, record.siblings[n], `member ${member?.member}`])));
+}
+
+/** Episodes next to each other, with what differs in their first answers. @param {string} id @param {[any, number, number, string][]} members @returns {HTMLElement} */
+function sideBySide(id, members) {
+  const answers = members.map(([member]) => (member ? member.messages.slice(member.messages.findIndex((/** @type {any} */ message) => message.role === "assistant")) : []));
+  const texts = answers.filter((answer) => answer.length).map(([first]) => plain(first.content));
+  let common = 0;
+  while (texts.length > 1 && common < texts[0].length && texts.every((text) => text[common] === texts[0][common])) common++;
+  const value = (/** @type {string} */ name, /** @type {any} */ shown) => (shown === null || shown === undefined ? "" : h("span", null, h("span", { class: "caption" }, `${name} `), shown));
+  return h("div", { class: "group" }, members.map(([member, step, n, title], position) => (member === null ? h("article", null, "not in the file") : h("article", { tabindex: "0", "aria-label": title }, h("header", null, h("a", { href: link("episode", id, step, n) }, title),
+    value("reward", num(member.reward)), value("advantage", advantage(member) === null ? null : num(advantage(member))), value("answered", member.answer === null ? null : plain(member.answer, 80)), value("tokens", num(member.listed.tokens?.[0])), h("span", { class: `state ${member.outcome.status}` }, member.outcome.reason || member.outcome.status)),
+  conversation({ ...member, messages: answers[position] }, id, common)))));
+}
+
+/** A task's episodes over the steps of a run: the first and the last next to each other, and all in a table.
+ * @param {HTMLElement} main @param {string} id @param {number} step @param {number} index @returns {Promise<void>} */
+export async function task(main, id, step, index) {
+  const [record, lines] = await Promise.all([ask("episode", id, step, index), ask("history", id, step, index)]);
+  const ends = await Promise.all([lines[0], lines.at(-1)].map(async (line) => [await ask("episode", id, line.step, line.index), line.step, line.index, `step ${line.step}`]));
+  const prompt = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
+  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined, id))),
+    h("p", null, "wanted ", h("b", null, lines[0].beginning[2] || "–")), sideBySide(id, /** @type {any} */ (ends)),
+    h("div", { class: "wide" }, h("table", { class: "settings" }, h("thead", null, h("tr", null, ["step", "reward", "score", "answered", "completion"].map((heading) => h("th", null, heading)))),
+      h("tbody", null, lines.map((/** @type {any} */ line) => h("tr", null, h("td", null, h("a", { href: link("episode", id, line.step, line.index) }, `step ${line.step}`)), h("td", null, num(line.reward)), h("td", null, num(line.score)), h("td", null, plain(line.beginning[3], 80)), h("td", null, plain(line.beginning[1], 200))))))));
 }

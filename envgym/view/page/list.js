@@ -1,11 +1,12 @@
 // The list of a step's episodes, filtered and sorted.
 import { ask, isExport, listOf } from "./api.js";
 import { histogram } from "./charts.js";
-import { fact, h, lasting, link, notify, num, plain, scored, setting } from "./dom.js";
+import { color, fact, h, lasting, link, notify, num, plain, scored, setting } from "./dom.js";
 
-const HEIGHT = 46; // as in style.css; 700,000 rows stay below the largest height of an element
 const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", false], ["reward", "reward", true], ["score", "score", true], ["status", "outcome", false],
-  ["member", "member", true], ["tokens", "tokens", true], ["turns", "turns", true], ["surprise", "surprise", true], ["seconds", "seconds", true]]);
+  ["tokens", "tokens", true], ["turns", "turns", true], ["member", "member", true], ["surprise", "surprise", true], ["seconds", "seconds", true]]);
+const TEXTS = ["question", "wanted", "answered", "completion"];
+const MISGRADED = "as wanted, and graded wrong";
 
 /** The order of the list when an episode was opened from it, for the keys "next" and "previous".
  * @type {{key: string, order: number[]}} */
@@ -15,11 +16,13 @@ export const walk = { key: "", order: [] };
  * @returns {Promise<() => void>} */
 export async function list(main, id, step, query, remember) {
   const info = await ask("run", id).catch(() => ({ steps: [] }));
-  const state = { sort: query.get("sort") || "", down: query.get("down") === "1", status: query.get("status") || "", env: query.get("env") || "", text: query.get("text") || "",
+  const state = { sort: query.get("sort") || "", down: query.get("down") === "1", status: query.get("status") || "", env: query.get("env") || "", task: query.get("task") || "", text: query.get("text") || "",
     range: /** @type {[number, number] | null} */ (query.has("low") ? [Number(query.get("low")), Number(query.get("high"))] : null) };
   const bars = h("div"), count = h("span", { class: "hint", role: "status" }), rows = h("div", { class: "rows" });
   const head = h("div", { class: "row head", role: "row" }), view = h("div", { class: "list", tabindex: "0", role: "table", "aria-label": "Episodes" }, head, rows);
   const search = /** @type {HTMLInputElement} */ (h("input", { type: "search", placeholder: "Search in messages and tasks", "aria-label": "Search in messages and tasks", value: state.text }));
+  const tasks = /** @type {HTMLInputElement} */ (h("input", { type: "search", class: "short", placeholder: "Task", "aria-label": "Task", value: state.task }));
+  const rowHeight = () => parseInt(color("--row-height")) || 46; // 700,000 rows of 46 stay below the largest height of an element
   const status = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Outcome" }));
   const envs = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Environment", hidden: true }));
   const result = info.kind === "evaluation" && info.summary.n_tasks !== undefined ? info.summary : null;
@@ -28,21 +31,24 @@ export async function list(main, id, step, query, remember) {
   const position = info.steps.indexOf(step);
   const stepLink = (/** @type {number} */ n, /** @type {string} */ text) => info.steps[n] === undefined || position < 0 ? "" : h("a", { class: "button", href: link("list", id, info.steps[n]) }, text);
   main.replaceChildren(h("h1", null, info.kind === "run" ? `Step ${step}` : info.kind === "held-out" ? `Held-out tasks at step ${step}` : "Episodes"), facts || "", h("div", { class: "tools" }, stepLink(position - 1, "‹ previous step"), stepLink(position + 1, "next step ›"),
-    info.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, status, envs, count), bars, view);
+    info.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, tasks, status, envs, count), bars, view);
   /** @type {any} */
   let columns = { id: [] };
   /** @type {number[]} */
   let order = [];
   /** @type {Set<number> | null} */
   let matches = null;
+  /** @type {Set<number> | null} */
+  let misgraded = null;
   let isOver = false;
-  const reward = (/** @type {number} */ n) => columns.reward[n];
+  const reward = (/** @type {number} */ n) => columns.reward[n], grade = (/** @type {number} */ n) => columns.score[n] ?? columns.reward[n] ?? NaN;
 
   function arrange() {
     order = [];
+    const task = state.task.toLowerCase();
     for (let n = 0; n < columns.id.length; n++) {
-      const kind = outcome(n);
-      if (state.status && kind !== state.status && columns.status[n] !== state.status) continue;
+      if (state.status === MISGRADED ? !misgraded?.has(n) : state.status === "wrong" ? !(grade(n) < 1) : state.status && outcome(n) !== state.status && columns.status[n] !== state.status) continue;
+      if (task && !columns.key[n].toLowerCase().includes(task)) continue;
       if (state.env && columns.env[n] !== state.env) continue;
       if (state.range && !(reward(n) >= state.range[0] && reward(n) <= state.range[1])) continue;
       if (matches && !matches.has(n)) continue;
@@ -56,18 +62,18 @@ export async function list(main, id, step, query, remember) {
     walk.key = `${id}|${step}`;
     walk.order = order;
     count.textContent = order.length === columns.id.length ? `${num(order.length)} episodes` : `${num(order.length)} of ${num(columns.id.length)} episodes`;
-    rows.style.height = `${order.length * HEIGHT}px`;
+    rows.style.height = `${order.length * rowHeight()}px`;
     painted = "";
     paint();
   }
   /** The range of rows in the page. */
   let painted = "";
   function paint() {
-    const first = Math.max(0, Math.floor(view.scrollTop / HEIGHT) - 8), last = Math.min(order.length, first + Math.ceil(view.clientHeight / HEIGHT) + 16);
+    const height = rowHeight(), first = Math.max(0, Math.floor(view.scrollTop / height) - 8), last = Math.min(order.length, first + Math.ceil(view.clientHeight / height) + 16);
     if (painted === `${first}-${last}-${order.length}`) return;
     painted = `${first}-${last}-${order.length}`;
     while (pool.length < last - first) pool.push(line());
-    for (let n = 0; n < last - first; n++) fill(pool[n], order[first + n], first + n);
+    for (let n = 0; n < last - first; n++) fill(pool[n], order[first + n], (first + n) * height);
     if (rows.childElementCount !== last - first) rows.replaceChildren(...pool.slice(0, last - first));
     clearTimeout(pause);
     pause = window.setTimeout(() => readBeginnings(order.slice(first, last)).catch(() => {}), 60); // once it is not scrolled
@@ -79,8 +85,8 @@ export async function list(main, id, step, query, remember) {
   async function readBeginnings(shown) {
     const missing = shown.filter((n) => !beginnings.has(n));
     if (isOver || !missing.length) return;
-    for (const n of missing) beginnings.set(n, ["", ""]);
-    const texts = isExport() ? await Promise.all(missing.map((n) => ask("episode", id, step, n).then((record) => record.beginning, () => ["", ""])))
+    for (const n of missing) beginnings.set(n, []);
+    const texts = isExport() ? await Promise.all(missing.map((n) => ask("episode", id, step, n).then((record) => record.beginning, () => [])))
       : await ask("beginnings", id, step, missing.join(","));
     missing.forEach((n, position) => beginnings.set(n, texts[position]));
     painted = "";
@@ -88,22 +94,23 @@ export async function list(main, id, step, query, remember) {
   }
   /** Elements of rows, reused for other episodes when the list is scrolled. @type {HTMLElement[]} */
   const pool = [];
-  const line = () => h("a", { class: "row", role: "row" }, COLUMNS.map(([name, , isNumber]) => h("span", { role: "cell", class: isNumber ? "n" : name === "key" ? "key" : "" })),
-    ["prompt", "completion"].map((name) => h("span", { role: "cell", class: name, dir: "auto", title: name })));
-  /** @param {HTMLElement} row @param {number} n @param {number} position */
-  function fill(row, n, position) {
+  const line = () => h("a", { class: "row", role: "row" }, COLUMNS.map(([name, , isNumber]) => h("span", { role: "cell", class: isNumber ? "n" : name === "key" ? "key" : "", "data-of": name })),
+    TEXTS.map((name) => h("span", { role: "cell", class: `line ${name}`, dir: "auto", title: name })));
+  /** @param {HTMLElement} row @param {number} n @param {number} top */
+  function fill(row, n, top) {
     row.setAttribute("href", link("episode", id, step, n));
-    row.style.transform = `translateY(${position * HEIGHT}px)`;
+    row.style.transform = `translateY(${top}px)`;
     for (let cell = 0; cell < COLUMNS.length; cell++) {
       const [name, , isNumber] = COLUMNS[cell], element = /** @type {HTMLElement} */ (row.children[cell]);
       element.textContent = isNumber ? num(columns[name][n]) : name === "key" ? plain(columns.key[n], 200) : outcome(n).replaceAll("_", " ");
-      if (name === "status") element.className = `state ${columns.status[n]}`;
+      if (name === "status") element.className = `state ${grade(n) < 1 && columns.status[n] === "completed" ? "" : columns.status[n]}`;
     }
-    (beginnings.get(n) || ["", ""]).forEach((text, cell) => { row.children[COLUMNS.length + cell].textContent = plain(text); });
+    const [question = "", completion = "", wanted = "", answer = ""] = beginnings.get(n) || [];
+    [question, wanted && `wanted ${plain(wanted)}`, answer && `answered ${plain(answer)}`, completion].forEach((text, cell) => { row.children[COLUMNS.length + cell].textContent = plain(text); });
   }
   const outcome = (/** @type {number} */ n) => columns.status[n] === "completed" ? "completed" : columns.reason[n] || columns.status[n];
   function drawHead() {
-    head.replaceChildren(...COLUMNS.map(([name, title, isNumber]) => h("button", { type: "button", class: isNumber ? "n" : "", role: "columnheader",
+    head.replaceChildren(...COLUMNS.map(([name, title, isNumber]) => h("button", { type: "button", class: isNumber ? "n" : "", role: "columnheader", "data-of": name,
       "aria-sort": state.sort === name ? (state.down ? "descending" : "ascending") : "none",
       onclick: () => { state.down = state.sort === name ? !state.down : isNumber; state.sort = name; saveState(); drawHead(); arrange(); } }, title, state.sort === name ? (state.down ? " ↓" : " ↑") : "")));
   }
@@ -112,6 +119,7 @@ export async function list(main, id, step, query, remember) {
     if (state.sort) { next.set("sort", state.sort); if (state.down) next.set("down", "1"); }
     if (state.status) next.set("status", state.status);
     if (state.env) next.set("env", state.env);
+    if (state.task) next.set("task", state.task);
     if (state.text) next.set("text", state.text);
     if (state.range) { next.set("low", String(state.range[0])); next.set("high", String(state.range[1])); }
     remember(next);
@@ -119,11 +127,11 @@ export async function list(main, id, step, query, remember) {
   function draw() {
     const kinds = new Set();
     for (let n = 0; n < columns.id.length; n++) kinds.add(outcome(n));
-    status.replaceChildren(...["", "failed", "truncated", ...kinds].filter((kind, n, all) => all.indexOf(kind) === n).map((kind) => h("option", { value: kind, selected: kind === state.status }, kind ? kind.replaceAll("_", " ") : "all outcomes")));
+    status.replaceChildren(...["", "failed", "truncated", "wrong", ...(isExport() ? [] : [MISGRADED]), ...kinds].filter((kind, n, all) => all.indexOf(kind) === n).map((kind) => h("option", { value: kind, selected: kind === state.status }, kind ? kind.replaceAll("_", " ") : "all outcomes")));
     const names = [...new Set(columns.env)];
     envs.hidden = names.length < 2;
     envs.replaceChildren(...["", ...names].map((env) => h("option", { value: env, selected: env === state.env }, env ? plain(env, 80) : "all environments")));
-    bars.replaceChildren(h("div", { class: "caption" }, "rewards"), histogram(columns.reward, (range) => { state.range = range; saveState(); draw(); arrange(); }, state.range));
+    bars.replaceChildren(histogram(columns.reward, (range) => { state.range = range; saveState(); draw(); arrange(); }, state.range));
   }
   async function runSearch() {
     state.text = search.value.trim();
@@ -135,16 +143,21 @@ export async function list(main, id, step, query, remember) {
   }
   let timer = 0;
   search.addEventListener("input", () => { clearTimeout(timer); timer = window.setTimeout(() => runSearch().catch((error) => notify(error.message)), 350); });
-  status.addEventListener("change", () => { state.status = status.value; saveState(); arrange(); });
+  async function runStatus() {
+    if (state.status === MISGRADED && !misgraded) { count.textContent = "searching…"; misgraded = new Set(await ask("misgraded", id, step)); }
+    arrange();
+  }
+  tasks.addEventListener("input", () => { state.task = tasks.value.trim(); saveState(); arrange(); });
+  status.addEventListener("change", () => { state.status = status.value; saveState(); runStatus().catch((error) => notify(error.message)); });
   envs.addEventListener("change", () => { state.env = envs.value; saveState(); arrange(); });
   view.addEventListener("scroll", () => requestAnimationFrame(paint), { passive: true });
-  const resize = new ResizeObserver(() => { painted = ""; paint(); });
+  const resize = new ResizeObserver(arrange);
   resize.observe(view);
   drawHead();
   let parts = 0;
   await new Promise((resolve, reject) => {
     listOf(id, step, (part) => { columns = part.columns; if (!isOver && (parts++ === 0 || parts % 4 === 0)) arrange(); if (parts === 1) { draw(); resolve(null); } }).then(() => {
-      if (!isOver) { draw(); arrange(); if (state.text) runSearch().catch((error) => notify(error.message)); }
+      if (!isOver) { draw(); runStatus().catch((error) => notify(error.message)); if (state.text) runSearch().catch((error) => notify(error.message)); }
     }, reject);
   });
   return () => { isOver = true; resize.disconnect(); };
