@@ -18,7 +18,6 @@ import asyncio
 import gc
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -98,6 +97,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym.learners.grpo import GRPO
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.monitoring.metrics import rollout_metrics
+    from envgym.processes.child import message_parts
     from envgym.processes.local import LocalRuntime
     from envgym.rollout.attempts import LocalAttempts
     from envgym.rollout.config import RolloutConfig
@@ -160,7 +160,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
                 rollout_metrics(groups)
                 rows = learner.prepare(number_rows(groups))
                 learner.metrics(rows)
-                pickle.dumps([row.without_record() for row in rows], protocol=5)
+                message_parts([row.without_record() for row in rows])
                 note("whole")
                 check(groups, tokens, turns)
                 del groups, episodes, rows

@@ -13,7 +13,7 @@ from typing import Any
 
 from envgym.errors import RolloutFailed
 from envgym.render.spelling import IN_APIS
-from envgym.types import Episode, Group, Row, Status, StopReason
+from envgym.types import Episode, Group, Row, Status
 
 Attempt = tuple[Hashable, float, bool]
 """An answer: what it is compared within, its value, and whether the episode failed after it."""
@@ -157,17 +157,17 @@ def _lengths(finished: Sequence[Episode]) -> dict[str, Any]:
     lengths = sorted([episode.n_action_tokens for episode in finished])
     n_sampled = sum([episode.n_new_tokens for episode in finished])
     n_truncated = sum(episode.outcome.status is Status.TRUNCATED for episode in finished)
-    turns = [turn for episode in finished for row in episode.rows for turn in row.turns]
-    n_truncated_turns = sum(turn.stop_reason is StopReason.LENGTH for turn in turns)
+    counts = [row.turn_counts for episode in finished for row in episode.rows]
+    n_turns, n_truncated_turns = map(sum, zip(*counts, strict=True))
     return {
         "tokens/sampled": n_sampled,
         "length/mean": fmean(lengths),
         "length/p50": percentile(lengths, 0.5),
         "length/p90": percentile(lengths, 0.9),
         "length/max": lengths[-1],
-        "length/turns": len(turns) / len(finished),
+        "length/turns": n_turns / len(finished),
         "length/truncated_share": n_truncated / len(finished),
-        "length/cut_turns_share": n_truncated_turns / max(1, len(turns)),
+        "length/cut_turns_share": n_truncated_turns / max(1, n_turns),
     }
 
 

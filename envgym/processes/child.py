@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import itertools
 import os
 import pickle
 import secrets
@@ -28,12 +29,16 @@ LISTEN = "<listen>"
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The wire: messages posted in one turn of the event loop are one frame, an 8-byte length and a pickled list of
-# messages, each pickled on its own, so that one message that cannot be pickled fails alone. The wire joins processes of
-# one user on one machine (a socket pair made before the worker starts, or a socket that asks whose its peer is), which
-# is why pickle is safe here.
+# The wire: messages posted in one turn of the event loop are one frame, an 8-byte length and the messages, each pickled
+# on its own, so that one message that cannot be pickled fails alone. A message is the number of its parts, their
+# lengths, and the parts: its pickle, and the bytes that are no part of that, so that nothing copies them
+# (`pickle.PickleBuffer`). The wire joins processes of one user on one machine (a socket pair made before the worker
+# starts, or a socket that asks whose its peer is), which is why pickle is safe here.
 
 _LENGTH = struct.Struct("!Q")
+Part = bytes | memoryview
+MOST_JOINED = 2**16
+"""Bytes of a frame up to which copying its parts costs less than writing each."""
 
 FRAME_MESSAGES = 16
 """Messages per frame without `whole_turns`."""
@@ -49,23 +54,28 @@ class Outbox:
     def __init__(self, writer: asyncio.StreamWriter, *, whole_turns: bool = True) -> None:
         self._writer = writer
         self._whole_turns = whole_turns
-        self._messages: list[bytes] = []
+        self._messages: list[list[Part]] = []
 
     def post(self, message: Any) -> None:
         """Queue `message`. Raises pickle's error immediately if it cannot be pickled."""
-        data = pickle.dumps(message, protocol=5)
+        parts = message_parts(message)
         if not self._messages:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._messages.append(data)
+        self._messages.append(parts)
         if not self._whole_turns and len(self._messages) >= FRAME_MESSAGES:
             self.flush()
 
     def flush(self) -> None:
-        if self._messages:
-            body = pickle.dumps(self._messages, protocol=5)
-            self._messages = []
-            self._writer.write(_LENGTH.pack(len(body)))
-            self._writer.write(body)
+        messages, self._messages = self._messages, []
+        body = list[Part]()
+        for parts in messages:
+            body += [struct.pack(f"!{len(parts) + 1}Q", len(parts), *map(len, parts)), *parts]
+        length = sum(map(len, body))
+        if length > MOST_JOINED:
+            for part in [_LENGTH.pack(length), *body]:
+                self._writer.write(part)
+        elif messages:
+            self._writer.write(b"".join([_LENGTH.pack(length), *body]))
 
     def close(self) -> None:
         self._writer.close()
@@ -75,10 +85,32 @@ async def read_frame(reader: asyncio.StreamReader) -> list[Any] | None:
     """The messages of the next frame; None when the connection is closed."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        body = await reader.readexactly(length)
+        body = memoryview(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return [pickle.loads(message) for message in pickle.loads(body)]
+    messages, end = list[Any](), 0
+    while end < length:
+        (count,) = _LENGTH.unpack_from(body, end)
+        sizes = struct.unpack_from(f"!{count}Q", body, end + _LENGTH.size)
+        *starts, end = itertools.accumulate(sizes, initial=end + _LENGTH.size * (count + 1))
+        first, *buffers = [body[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        messages.append(pickle.loads(first, buffers=buffers))
+    return messages
+
+
+def message_parts(message: Any) -> list[Part]:
+    """The pickle of a message, and the buffers that are apart from it: those that nobody may change. Arrays are part of
+    the pickle, since their receiver may change them."""
+    parts: list[Part] = [b""]
+
+    def is_inside(buffer: pickle.PickleBuffer) -> bool:
+        data = buffer.raw()
+        if data.readonly:
+            parts.append(data)
+        return not data.readonly
+
+    parts[0] = pickle.dumps(message, protocol=5, buffer_callback=is_inside)
+    return parts
 
 
 _CREDENTIALS = struct.Struct("3i")

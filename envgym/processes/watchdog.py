@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
+import itertools
 import linecache
 import os
 import sys
@@ -58,23 +59,35 @@ class CallWatch:
 
     def __init__(self, log: Path | None = None) -> None:
         self._log = log
-        self._last_write = -1e9
+        self._calls: dict[int, tuple[float, str]] = {}
+        """The starts of the running calls and what they are, the oldest first."""
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.contextmanager
     def watching(self, subject: str) -> Iterator[None]:
         """In its body, the stacks of all tasks are written if it takes long; once for concurrent calls."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(stack_seconds(), self._write, subject)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(stack_seconds(), self._check)
+        number = next(self._numbers)
+        self._calls[number] = time.monotonic(), subject
         try:
             yield
         finally:
-            timer.cancel()
+            del self._calls[number]
+            if not self._calls and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _check(self) -> None:
+        """Write if the oldest call takes long, and check again when the oldest may."""
+        seconds, (start, subject) = stack_seconds(), next(iter(self._calls.values()))
+        left = start + seconds - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(left if left > 0 else seconds, self._check)
+        if left <= 0:
+            self._write(subject)
 
     def _write(self, subject: str) -> None:
-        moment = time.monotonic()
-        if moment - self._last_write < stack_seconds():
-            return
-        self._last_write = moment
         if self._log is None:
             write_tasks(sys.stderr, subject)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from envgym.agent import Agent
 from envgym.engine import ChatEngine, Engine
@@ -26,8 +26,7 @@ Work = Coroutine[Any, Any, Episode]
 Wrap = Callable[[CheckedEnv], CheckedEnv]
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One try of a group's member at the group's task. An episode depends on this, the run's settings and its seed, so
     any process can run it."""
 
@@ -133,7 +132,7 @@ class LocalAttempts:
 
         work = run if mark is None else lambda env: mark(run(env))
         episode = await run_episode(spec, task, work, self._config.episode_timeout, sampler, make)
-        return self.identified(episode, attempt, members)
+        return self._identified(episode, attempt, members, episode_id, seed)
 
     def _branching(self, attempt: Attempt) -> tuple[Wrap, Callable[[], CheckedEnv] | None]:
         """The environment that an attempt's agent gets in place of an instance, and how that is made (None: anew)."""
@@ -159,11 +158,14 @@ class LocalAttempts:
     async def close(self) -> None:
         pass
 
-    def identified(self, episode: Episode, attempt: Attempt, members: _Members | None = None) -> Episode:
+    def identified(self, episode: Episode, attempt: Attempt) -> Episode:
         """The episode with the fields that its attempt decides."""
-        members = members or self._members_of(attempt)
-        episode.id, episode.env, episode.group_id = attempt.id, attempt.task.env or members.spec.id, attempt.group_id
-        episode.member, episode.attempt, episode.seed = attempt.member, attempt.number, self._env_seed(attempt, members)
+        members = self._members_of(attempt)
+        return self._identified(episode, attempt, members, attempt.id, self._env_seed(attempt, members))
+
+    def _identified(self, episode: Episode, attempt: Attempt, members: _Members, name: str, seed: int) -> Episode:
+        episode.id, episode.env, episode.group_id = name, attempt.task.env or members.spec.id, attempt.group_id
+        episode.member, episode.attempt, episode.seed = attempt.member, attempt.number, seed
         episode.fingerprints = {**self._fingerprint(members.spec), "task": members.task_hash}
         if attempt.branch is not None:
             episode.parent, episode.parent_turn = attempt.branch.parent.id, attempt.branch.turn

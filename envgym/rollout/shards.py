@@ -88,6 +88,7 @@ class Shards(Supervisor[_Shard]):
         self._pool = {POOL: engine} if is_direct else {}
         self._objects: Mapping[str, Any] = clients if is_direct or engine is None else {**clients, ENGINE: engine}
         self._last_common: tuple[Task, SamplingPlan, bytes] | None = None
+        self._last_shard: _Shard | None = None
         self._numbers = itertools.count(POOLS_SUBJECT + 1)
         self._starting: asyncio.Task[None] | None = None
         self._n_episodes = 0
@@ -196,9 +197,11 @@ class Shards(Supervisor[_Shard]):
         which there will be none."""
         if self._broken is not None:  # what still lives does not last
             raise self._broken
-        live = await self._live_members()
-        members = [shard for shard in live if group_id in shard.groups]
-        return members[0] if members else min(live, key=lambda shard: shard.load)
+        if (last := self._last_shard) is None or group_id not in last.groups or last not in self.members:
+            live = self.members or await self._live_members()
+            members = [shard for shard in live if group_id in shard.groups]
+            last = self._last_shard = members[0] if members else min(live, key=lambda shard: shard.load)
+        return last
 
     def _read_mark(self, shard: _Shard) -> int:
         try:

@@ -46,7 +46,7 @@ from .messages import (
 )  # fmt: skip
 from .pickles import pickle_by_values
 
-pickle_by_values(Action, Message, Observation, Outcome, Task, TextPart, ToolCall, VersionSpan)
+pickle_by_values(Action, Message, Observation, Outcome, Tally, Task, TextPart, ToolCall, Turn, VersionSpan)
 
 __all__ = [
     "Action", "Episode", "Group", "ImagePart", "ImageSpan", "Limit", "Message", "Objective", "Observation",

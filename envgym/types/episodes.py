@@ -181,6 +181,7 @@ def _surprise(logprobs: array[float] | None) -> float | None:
 
 ROW_ARRAYS = ("token_ids", "loss_weights", "old_logprobs", "temperatures")
 """The attributes of a row that are made from its segments."""
+NO_OUTPUTS = dict.fromkeys(("first_outputs", "last_outputs", "entropies", "pushes"))
 
 
 @dataclass
@@ -292,6 +293,11 @@ class Row:
         return tuple([(len(answer), _surprise(answer.logprobs)) for answer in answers])
 
     @property
+    def turn_counts(self) -> tuple[int, int]:
+        """The number of turns, and of those that ended at their token budget."""
+        return len(self.turns), sum([turn.stop_reason is StopReason.LENGTH for turn in self.turns])
+
+    @property
     def n_action_tokens(self) -> int:
         """Number of tokens in the policy's turns, sampled or demonstrated."""
         return sum([len(segment.token_ids) for segment in self.segments if segment.role == "action"])
@@ -309,8 +315,7 @@ class Row:
         """A copy that holds its arrays alone, for workers, with other values of some attributes."""
         for name in (*ROW_ARRAYS, "images"):
             getattr(self, name)  # made from the segments, if they are not yet
-        outputs = dict.fromkeys(("first_outputs", "last_outputs", "entropies", "pushes"))
-        return self.copy_with(segments=[], turns=[], **outputs, **attributes)
+        return self.copy_with(segments=[], turns=[], **NO_OUTPUTS, **attributes)
 
     def drop_sampling_info(self) -> None:
         """Treat tokens that were sampled at another temperature than 1 as plain data: clear the temperatures and the
@@ -447,7 +452,8 @@ class Tally:
         """Count an observation and the reward that came with it."""
         if reward is not None:
             self.rewards = reward + (self.rewards or 0.0)
-        self.stops |= any(name.startswith("stop") for name in observation.sampling or ())
+        if observation.sampling:
+            self.stops |= any(name.startswith("stop") for name in observation.sampling)
 
 
 @dataclass(slots=True)

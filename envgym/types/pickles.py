@@ -1,4 +1,4 @@
-"""Short pickles of frozen dataclasses. By default, `dataclasses` looks every field up in Python, which is most of the
+"""Short pickles of small dataclasses. By default, `dataclasses` looks every field up in Python, which is most of the
 time of sending an episode with many turns to another process."""
 
 from __future__ import annotations

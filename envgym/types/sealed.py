@@ -1,5 +1,6 @@
-"""Sealed episodes: what a process that rolls out sends to one that passes them on. Tokens, messages and spans stay
-bytes there until they are read, since making their objects is most of the time of receiving an episode of many turns.
+"""Sealed episodes: what a process that rolls out sends to one that passes them on. Tokens, turns, messages and spans
+stay bytes there until they are read, since making their objects is most of the time of receiving an episode of many
+turns.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ import pickle
 from array import array
 from dataclasses import fields
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .episodes import Answer, Episode, Row, Segment, Span, Turn, token_temperatures
+from .episodes import NO_OUTPUTS, Answer, Episode, Row, Segment, Span, Turn, token_temperatures
 from .images import ImageSpan
-from .messages import Message, StopReason
+from .messages import Message
 
 if TYPE_CHECKING:
     from .episodes import FloatArray, IntArray
@@ -23,16 +25,25 @@ NAN = array("f", [float("nan")])
 class _Tokens(NamedTuple):
     """The segments of a row with T tokens."""
 
-    data: bytes
+    data: bytes | memoryview
     """Token ids (int32), weights and log-probabilities (float32, NaN where a segment has none): T of each."""
     outline: bytes
-    """Pickled: role, whether there are log-probabilities, versions and images of each segment."""
-    lengths: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    turn_ends: tuple[int, ...]
+    """The pickled `_Outline`."""
+    size: int
+    n_action_tokens: int
+    turn_counts: tuple[int, int]
+    is_neutral: bool
+    """True if all temperatures are 1."""
     versions: tuple[int, ...]
     images: tuple[ImageSpan, ...]
-    answers: tuple[Answer, ...]
+
+
+_Outline = tuple[
+    list[tuple[Any, ...]], list[int], list[float], tuple[int, ...], tuple[Answer, ...], list[Turn]
+]  # fmt: skip
+"""Role, whether there are log-probabilities, versions and images of each segment; its length and temperature; the ends,
+answers and values of the turns."""
+NO_SEGMENTS = pickle.dumps(([], [], [], (), (), []), 5)
 
 
 class SealedRow(Row):
@@ -49,36 +60,55 @@ class SealedRow(Row):
             *(part.loss_weights for part in parts),
             *(NAN * len(part) if part.logprobs is None else part.logprobs for part in parts),
         ]
-        outline = [(part.role, part.logprobs is not None, part.versions, part.images) for part in parts]
-        sealed: SealedRow = object.__new__(cls)
-        vars(sealed).update({field.name: getattr(row, field.name) for field in fields(Row) if field.name != "segments"})
-        sealed._tokens = _Tokens(
-            b"".join(arrays), pickle.dumps(outline, 5), tuple(map(len, parts)),
-            tuple(part.temperature for part in parts), row.turn_ends, row.versions, row.images, row.answers,
+        segments = [(part.role, part.logprobs is not None, part.versions, part.images) for part in parts]
+        lengths, temperatures = [len(part) for part in parts], [part.temperature for part in parts]
+        outline: _Outline = segments, lengths, temperatures, row.turn_ends, row.answers, row.turns
+        is_neutral = all(temperature == 1 for temperature in temperatures)
+        values = [(field, getattr(row, field.name)) for field in fields(Row) if field.name not in ("segments", "turns")]
+        return _sealed_row(
+            {field.name: value for field, value in values if value is not field.default},
+            b"".join(arrays), pickle.dumps(outline, 5), len(row), row.n_action_tokens, row.turn_counts, is_neutral,
+            row.versions, row.images,
         )  # fmt: skip
-        return sealed
+
+    @cached_property
+    def _outline(self) -> _Outline:
+        return cast(_Outline, pickle.loads(self._tokens.outline))
 
     @cached_property
     def segments(self) -> list[Segment]:  # type: ignore[override]
-        tokens = self._tokens
-        size = len(tokens.data) // 3
-        parts = [tokens.data[start : start + size] for start in (0, size, 2 * size)]
-        ids, weights, logprobs = array("i", parts[0]), array("f", parts[1]), array("f", parts[2])
-        result, start = [], 0
-        outline = zip(pickle.loads(tokens.outline), tokens.lengths, tokens.temperatures, strict=True)
-        for (role, is_sampled, versions, images), length, temperature in outline:
+        data, size = bytes(self._tokens.data), 4 * self._tokens.size
+        ids, weights = array("i", data[:size]), array("f", data[size : 2 * size])
+        logprobs, result, start = array("f", data[2 * size :]), list[Segment](), 0
+        for (role, is_sampled, versions, images), length, temperature in zip(*self._outline[:3], strict=True):
             part = slice(start, start + length)
             sampled = logprobs[part] if is_sampled else None
             result.append(Segment(role, ids[part], weights[part], sampled, versions, temperature, images))
             start += length
-        self.segments, self.__class__ = result, Row  # type: ignore[assignment]
-        vars(self).pop("_tokens", None)
+        if result:  # else it is a row without a record
+            _ = self.turns
+            self._open(result)
         return result
+
+    def _open(self, segments: list[Segment]) -> None:
+        vars(self).update(segments=segments)
+        self.__class__ = Row  # type: ignore[assignment]
+        for name in ("_tokens", "_outline"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def turns(self) -> list[Turn]:  # type: ignore[override]
+        return self._outline[5]
+
+    @property
+    def turn_counts(self) -> tuple[int, int]:
+        return super().turn_counts if "turns" in vars(self) else self._tokens.turn_counts
 
     def _array(self, number: int, dtype: str) -> Any:
         import numpy as np
 
-        return np.frombuffer(self._tokens.data, dtype, len(self), 4 * len(self) * number).copy()
+        size = self._tokens.size
+        return np.frombuffer(self._tokens.data, dtype, size, 4 * size * number).copy()
 
     @cached_property
     def token_ids(self) -> IntArray:
@@ -96,7 +126,7 @@ class SealedRow(Row):
 
     @cached_property
     def temperatures(self) -> FloatArray | None:
-        return token_temperatures(self._tokens.temperatures, self._tokens.lengths)
+        return None if self._tokens.is_neutral else token_temperatures(self._outline[2], self._outline[1])
 
     @cached_property
     def images(self) -> tuple[ImageSpan, ...]:
@@ -108,42 +138,51 @@ class SealedRow(Row):
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        return self._tokens.turn_ends
+        return self._outline[3]
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        return self._tokens.answers
+        return self._outline[4]
 
     @property
     def n_action_tokens(self) -> int:
-        return sum([length for length, _ in self._tokens.answers])
+        return self._tokens.n_action_tokens
 
     def __len__(self) -> int:
-        return sum(self._tokens.lengths)
+        return self._tokens.size
 
     def __eq__(self, value: object) -> bool:
         return bool(self.segments) and self == value  # by now an ordinary row
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {name: value for name, value in vars(self).items() if name != "turns"}
-        return _sealed_row, ([turn.reward for turn in self.turns], [turn.stop_reason for turn in self.turns], state)
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        state = {name: value for name, value in vars(self).items() if name not in ("_tokens", "_outline")}
+        data, *tokens = self._tokens
+        return _sealed_row, (state, pickle.PickleBuffer(data) if protocol >= 5 else bytes(data), *tokens)
 
     def copy_with(self, **attributes: Any) -> Row:
+        _ = self.turns if "segments" in attributes else ()
         row = super().copy_with(**attributes)
         if "segments" in attributes:
-            row.__class__ = Row
-            del vars(row)["_tokens"]
+            cast(SealedRow, row)._open(row.segments)
+        return row
+
+    def without_record(self, **attributes: Any) -> Row:
+        """Its arrays stay bytes, unless they were read."""
+        _ = self.temperatures  # they are part of the outline
+        tokens = self._tokens._replace(outline=NO_SEGMENTS)
+        row = self.copy_with(_tokens=tokens, turns=[], **NO_OUTPUTS, **attributes)
+        vars(row).pop("_outline", None)
         return row
 
     def reset_arrays(self) -> None:
         self._drop_arrays()
 
 
-def _sealed_row(rewards: list[float | None], stops: list[StopReason], state: dict[str, Any]) -> SealedRow:
+def _sealed_row(state: dict[str, Any], *tokens: Any) -> SealedRow:
     row: SealedRow = object.__new__(SealedRow)
-    vars(row).update(state, turns=list(map(Turn, rewards, stops)))
+    vars(row).update(state, _tokens=_Tokens(*tokens))
     return row
 
 
@@ -192,11 +231,12 @@ class SealedEpisode(Episode):
 
     def __reduce__(self) -> tuple[Any, ...]:
         data = self._data or pickle.dumps((self.messages, self.spans), 5)
-        return _sealed_episode, (data, *[getattr(self, name) for name in LIGHT])
+        return _sealed_episode, (data, *_light_values(self))
 
 
 LIGHT = tuple(field.name for field in fields(Episode) if field.name not in ("messages", "spans"))
 """The fields that stay objects."""
+_light_values = attrgetter(*LIGHT)
 
 
 def _sealed_episode(data: bytes, *values: Any) -> SealedEpisode:

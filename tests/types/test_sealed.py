@@ -10,6 +10,7 @@ import pytest
 
 from envgym.episodes.record import from_record, to_record
 from envgym.monitoring.metrics import failure_bias, rollout_metrics
+from envgym.processes.child import message_parts
 from envgym.types import (
     Episode,
     Group,
@@ -58,7 +59,9 @@ def episode_of(member=0, **fields):
 
 def sent(episode):
     """The episode as another process gets it."""
-    received = pickle.loads(pickle.dumps(SealedEpisode.seal(copy.deepcopy(episode)), protocol=5))
+    first, *buffers = message_parts(SealedEpisode.seal(copy.deepcopy(episode)))
+    assert len(buffers) == len(episode.rows), "tokens are not copied into the message"
+    received = pickle.loads(first, buffers=buffers)
     assert type(received) is SealedEpisode
     assert {type(row) for row in received.rows} == {SealedRow}
     return received
@@ -74,6 +77,7 @@ def test_a_sealed_episode_is_the_episode():
     assert str(to_record(received)) == str(to_record(episode))  # as text: it has a NaN
     assert received.spans == episode.spans
     assert {type(row) for row in received.rows} == {Row}
+    assert str(to_record(copy.deepcopy(sent(episode)))) == str(to_record(episode))
     again = sent(received)
     assert str(to_record(again)) == str(to_record(episode))
     assert str(to_record(dataclasses.replace(sent(episode), id="e0"))) == str(to_record(episode))
@@ -124,7 +128,7 @@ def test_a_learner_changes_arrays_and_not_the_record():
     row.arrays["advantages"] = np.ones(len(row), np.float32)
     learned = row.copy_with(objective=Objective.CROSS_ENTROPY)
     part = row.without_record()
-    assert (type(learned), type(part), part.segments) == (SealedRow, Row, [])
+    assert (type(learned), type(part), part.segments, part.turn_ends) == (SealedRow, SealedRow, [], ())
     assert part.arrays["advantages"].sum() == len(part) == 7
     assert part.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert not pickle.loads(pickle.dumps(part)).loss_weights.any()
