@@ -114,10 +114,8 @@ class CheckedEpisode(ScriptedEpisode):
 
     def record(self) -> list[dict[str, Any]]:
         """All return values of the environment: an entry for the reset and one per turn."""
-        entries: list[dict[str, Any]] = [] if self.opening is None else [{"observation": self.opening}]
-        for turn in self.turns:
-            values = {name: getattr(turn, name) for name in ("observation", "reward", "terminated", "truncated")}
-            entries.append({**values, "score": turn.info.get("score")})
+        entries = [] if self.opening is None else [{"observation": self.opening}]
+        entries += map(entry_of, self.turns)
         return entries if self.error is None else [*entries, {"error": type(self.error).__name__}]
 
     def _watch_close(self, env: CheckedEnv) -> None:
@@ -133,6 +131,12 @@ class CheckedEpisode(ScriptedEpisode):
                 self.close_hangs = deadline.expired()
 
         env.close = close_in_time  # type: ignore[method-assign]
+
+
+def entry_of(turn: PlayedTurn) -> dict[str, Any]:
+    """The return values of a step in a record."""
+    values = {name: getattr(turn, name) for name in ("observation", "reward", "terminated", "truncated")}
+    return {**values, "score": turn.info.get("score")}
 
 
 def text_of(observation: Observation) -> str:

@@ -20,7 +20,7 @@ from envgym.registry import spec
 from envgym.remote.client import RemoteEnvSpec
 from envgym.services.start import start_services, temporary_runtime
 
-from . import endings, episodes, leak, repeatability, scores, tasks
+from . import endings, episodes, forks, leak, repeatability, scores, tasks
 from .play import call_limit
 from .report import CheckVerdict, Finding, Report, failure, not_applicable
 from .subject import Subject
@@ -39,6 +39,7 @@ GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[list[Finding]]] | No
     repeatability.ISOLATION: repeatability.check_isolation,
     leak.CHECKS: leak.check,
     scores.CHECKS: scores.check,
+    forks.CHECKS: forks.check,
     endings.CHECKS: endings.check,
     endings.LEFT_BEHIND: endings.check_left_behind,
 }
@@ -224,11 +225,13 @@ class _Examination:
     def _skip_reason(self, checks: tuple[str, ...]) -> str:
         """The reason to skip these checks because an earlier one failed; empty if there is none."""
         verdict = self._report.verdict
-        if checks in (OTHER_PROCESS, repeatability.ISOLATION):
+        if checks in (OTHER_PROCESS, repeatability.ISOLATION, forks.CHECKS):
             if verdict("seed") is CheckVerdict.FAILED:
                 return "episodes differ anyway (seed)"
             if verdict("generators") is CheckVerdict.FAILED:
                 return "episodes share the process's generator (generators)"
+        if checks == forks.CHECKS and verdict("isolation") is CheckVerdict.FAILED:
+            return "episodes change each other anyway (isolation)"
         return ""
 
     async def _run(self, checks: tuple[str, ...]) -> list[Finding]:

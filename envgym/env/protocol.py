@@ -252,7 +252,9 @@ class CheckedEnv(Env):
         returns anything but another instance."""
         env = self.env.fork()
         if type(env) is not type(self.env) or env is self.env:
-            raise InvalidStep(f"{self.spec.id}: fork must return another {type(self.env).__name__}, not {env!r:.60}")
+            raise InvalidStep(
+                f"{self.spec.id}: fork must return another {type(self.env).__name__}, not {describe(env)}"
+            )
         env.spec, env.task, env._np_random = self.env.spec, self.env.task, copy.deepcopy(self.env._np_random)
         env.rng = random.Random()
         env.rng.setstate(self.env.rng.getstate())

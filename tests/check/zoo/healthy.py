@@ -1,5 +1,7 @@
 """An environment with nothing wrong, from which each animal of the zoo differs in one way."""
 
+import copy
+
 import envgym
 
 
@@ -25,6 +27,9 @@ class Sums(envgym.Env):
         if not right and self.left:
             return self.say(f"No. Your lucky number is {self.luck}."), 0.0, False, False, {}
         return None, float(right), True, False, {"score": float(right), "metrics": {"tries": 2 - self.left}}
+
+    def fork(self):
+        return copy.copy(self)
 
     def ask(self):
         return self.say(self.task.prompt)

@@ -113,6 +113,24 @@ class WritesVariables(Sums):
         return await super().reset(seed=seed, options=options)
 
 
+class SharesItsTries(Sums):
+    """A fork and its instance count the tries of both."""
+
+    async def reset(self, *, seed=None, options=None):
+        self.tries = []
+        return await super().reset(seed=seed, options=options)
+
+    async def step(self, action):
+        self.tries.append(action.text)
+        self.left = 3 - len(self.tries)
+        return await super().step(action)
+
+
+class ForksItself(Sums):
+    def fork(self):
+        return self
+
+
 class ResetsHalf(Sums):
     """An instance that was played already goes on where it was."""
 
