@@ -191,7 +191,8 @@ def write_rollouts(path: Path, episodes: Sequence[Episode]) -> None:
 
 class LearnedRow(NamedTuple):
     """The training values of a row that was trained on, float32 [T]: its advantages, the log-probabilities of the
-    trainer's policy in its first and its last optimizer step on it, and those of the sampling policy."""
+    trainer's policy in its first and its last optimizer step on it, those of the sampling policy, and the entropies of
+    the first."""
 
     episode: str
     number: int
@@ -199,6 +200,7 @@ class LearnedRow(NamedTuple):
     first: FloatArray | None
     last: FloatArray
     sampled: FloatArray
+    entropies: FloatArray | None
 
 
 def learned_values(groups: Sequence[Group]) -> list[LearnedRow]:
@@ -210,7 +212,15 @@ def learned_values(groups: Sequence[Group]) -> list[LearnedRow]:
         for number, row in enumerate(episode.rows)
     ]
     return [
-        LearnedRow(episode, number, row.arrays["advantages"], row.first_outputs, row.last_outputs, row.old_logprobs)
+        LearnedRow(
+            episode,
+            number,
+            row.arrays["advantages"],
+            row.first_outputs,
+            row.last_outputs,
+            row.old_logprobs,
+            row.entropies,
+        )
         for episode, number, row in rows
         if row.last_outputs is not None and "advantages" in row.arrays
     ]
@@ -219,8 +229,8 @@ def learned_values(groups: Sequence[Group]) -> list[LearnedRow]:
 def write_learned(path: Path, rows: Sequence[LearnedRow]) -> None:
     """Write the training values of a step's rows to `path` in one rename, one line per row: the `episode`, the row's
     number in it (`row`), and one float32 per token in `advantages`, `logprobs` (the trainer's before its first
-    optimizer step on the row, in nats) and `ratios` (the trainer's policy of its last optimizer step over the sampling
-    policy). No file is written without rows."""
+    optimizer step on the row, in nats), `ratios` (the trainer's policy of its last optimizer step over the sampling
+    policy) and `entropies` (of the distributions before the first step, in nats). No file is written without rows."""
     import numpy as np
 
     if not rows:
@@ -233,9 +243,10 @@ def write_learned(path: Path, rows: Sequence[LearnedRow]) -> None:
         "advantages": [row.advantages for row in rows],
         "logprobs": [row.first for row in rows],
         "ratios": ratios,
+        "entropies": [row.entropies for row in rows],
     }
     floats = pa.list_(pa.float32())
-    types = {"episode": pa.string(), "row": pa.int32(), "advantages": floats, "logprobs": floats, "ratios": floats}
+    types = {"episode": pa.string(), "row": pa.int32(), **dict.fromkeys(list(columns)[2:], floats)}
     table = pa.table(columns, pa.schema(list(types.items())))
     path.parent.mkdir(exist_ok=True)
     with replacement_file(path) as temporary:

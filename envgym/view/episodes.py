@@ -250,10 +250,10 @@ def _tokens(row: Mapping[str, Any], tokenizer: Path | None, learned: Mapping[str
             versions[start:end] = [span["version"]] * (end - start)
         tokens["versions"] += versions
     sampled = [value is not None for value in tokens["logprobs"]]
-    sources = {"advantages": "advantages", "trained": "logprobs", "ratios": "ratios"}
+    sources = {"advantages": "advantages", "trained": "logprobs", "ratios": "ratios", "entropies": "entropies"}
     learning = {
         name: [value if is_sampled else None for value, is_sampled in zip(learned[column], sampled, strict=False)]
-        for name, column in sources.items()
+        for name, column in sources.items() if learned.get(column) is not None
     } if learned else {}  # fmt: skip
     texts = _texts(tokenizer, tokens["ids"])
     columns = {**tokens, **learning, "images": images, "texts": texts}

@@ -200,11 +200,13 @@ def test_only_rows_with_an_advantage_that_were_learned_from_have_a_line(tmp_path
     learned, left, text = row(advantages=np.array([0.0, 2.0])), row(advantages=np.zeros(2)), row()
     for each in (learned, text):
         each.first_outputs, each.last_outputs = np.array([0.0, -1.5]), np.array([0.0, -0.5])
+    learned.entropies = np.array([0.0, 0.75])
     group = Group("g", Task("t"), [Episode("a", Task("t"), Outcome.finish(), [learned, left, text])])
     write_learned(tmp_path / "step.parquet", learned_values([group]))
     [line] = pq.read_table(tmp_path / "step.parquet").to_pylist()
     assert (line["episode"], line["row"], line["advantages"], line["logprobs"]) == ("a", 0, [0.0, 2.0], [0.0, -1.5])
     assert line["ratios"] == pytest.approx([1.0, math.exp(0.5)])
+    assert line["entropies"] == [0.0, 0.75]
 
 
 def test_episodes_without_rows_segments_without_tokens_and_rows_with_everything(tmp_path):

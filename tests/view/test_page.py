@@ -92,8 +92,17 @@ def test_tokens_are_coloured_by_what_was_learned_of_them(tree, page):
         tokens.nth(2).hover()
         told = main.locator(".bar").inner_text()
         assert "id 50" in told
-        assert "log-probability −0.1000 · difference 0.0100 · ratio 0.9900 · advantage 0.5000 · version 0" in told
-        for word in ("role", "loss weight", "log-probability", "engine − trainer", "ratio", "policy version"):
+        assert "· log-probability −0.1000 (probability 0.905) · difference 0.0100 · ratio 0.9900 · " in told
+        assert told.endswith("· advantage 0.5000 · entropy 0.2500 · version 0")
+        for word in (
+            "role",
+            "loss weight",
+            "log-probability",
+            "engine − trainer",
+            "ratio",
+            "entropy",
+            "policy version",
+        ):
             main.get_by_role("button", name=word, exact=True).click()
             assert tokens.count() == 5
         assert "by=version" in page.url

@@ -122,7 +122,9 @@ def test_settings_are_those_of_the_stage_and_what_differs_from_the_recipe(tmp_pa
     others = [{key for key in each if not key.startswith(("env.", "agent."))} for each in changes]
     assert others == [{"steps"}, {"steps", "learner.lr"}]
     assert changes[1]["learner.lr"] == (0.5, 0.0003)
-    (recipe := tmp_path / "secret.yaml").write_text("seed: 5\nenv: math_verify\n")  # a path is not opened
+    (recipe := tmp_path / "secret.yaml").write_text(
+        "seed: 5\nenv: math_verify\nlearner: grpo\n"
+    )  # a path is not opened
     (tmp_path / "run" / "config.yaml").write_text(config.to_yaml().replace("recipe: sft_grpo", f"recipe: {recipe}"))
     answers = Answers([tmp_path / "run"])
     assert [answers(f"run|{name}")["changed"] for name in answers.sources] == [None, None]

@@ -152,6 +152,7 @@ def test_tokens_come_with_what_was_learned_of_them(tree):
     assert row["ids"] == [40, 41, 50, 51, 52]
     assert row["advantages"][:2] == [None, None]
     assert row["advantages"][2:] == [0.5, 0.5, -0.25]
+    assert row["entropies"] == [None, None, 0.25, 0.5, 2.0]
     assert row["trained"][2:] == pytest.approx([-0.11, -0.51, -2.01])
     assert row["versions"] == [None, None, 0, 0, 0]
     assert all(isinstance(text, str) for text in row["texts"])
@@ -247,6 +248,7 @@ def test_training_writes_what_the_page_shows(tmp_path, monkeypatch, tiny_model, 
     for n in sampled:
         assert row["trained"][n] == pytest.approx(row["logprobs"][n], abs=1e-3)  # the first pass: the same policy
         assert row["ratios"][n] > 0
+        assert 0 < row["entropies"][n] < 10  # nats
     assert row["advantages"][sampled[0]] is not None
     kept = (tmp_path / "runs" / "first" / "tokenizer.json").read_text()
     assert kept == (tiny_model / "tokenizer.json").read_text()

@@ -5,7 +5,7 @@ import { strip } from "./lanes.js";
 import { walk } from "./list.js";
 
 export const COLORS = /** @type {[string, string][]} */ ([["role", "role"], ["weight", "loss weight"], ["logprob", "log-probability"], ["difference", "engine − trainer"],
-  ["ratio", "ratio"], ["advantage", "advantage"], ["version", "policy version"]]);
+  ["ratio", "ratio"], ["advantage", "advantage"], ["entropy", "entropy"], ["version", "policy version"]]);
 
 /** @param {any} row @param {number} n @param {string} mode @returns {number | null} */
 function numberOf(row, n, mode) {
@@ -15,6 +15,7 @@ function numberOf(row, n, mode) {
   if (mode === "ratio") return value("ratios") ?? null;
   if (mode === "advantage") return value("advantages") ?? null;
   if (mode === "weight") return value("weights");
+  if (mode === "entropy") return value("entropies") ?? null;
   return value("versions");
 }
 
@@ -26,6 +27,16 @@ function tint(value, mode, scale) {
   if (mode === "version") return [`v${((value % 6) + 6) % 6}`, 0.6];
   const size = mode === "ratio" ? Math.log(value) : value;
   return [size < 0 ? "low" : "high", Math.min(1, Math.abs(size) / (scale || 1))];
+}
+
+/** What the colors of a mode mean: a scale with its ends, or the values. @param {any} row @param {string} mode @param {number} scale @returns {HTMLElement} */
+function legendOf(row, mode, scale) {
+  const ramp = (/** @type {string} */ hues, /** @type {string[]} */ ...texts) => h("span", { class: "ramp" }, texts[0], h("i", { class: `scale ${hues}` }), texts[1]);
+  const swatches = (/** @type {string} */ name, /** @type {any[]} */ values) => [...new Set(values)].filter((value) => value !== null).map((value) => h("span", null, h("i", { class: `${name}${name === "role-" ? value : value % 6}` }), name === "role-" ? (value === "action" ? "sampled" : value) : `version ${value}`));
+  const edge = mode === "ratio" && scale < 1e-3 ? [`1 − ${num(scale)}`, `1 + ${num(scale)}`] : mode === "ratio" ? [num(Math.exp(-scale)), num(Math.exp(scale))] : [num(-scale), `${num(scale)}`];
+  const shown = mode === "role" ? swatches("role-", row.roles) : mode === "version" ? swatches("tint-v", row.versions) : mode === "weight" ? ramp("up", "0", "1") : mode === "entropy" ? ramp("up", "0", `${num(scale)} nats`)
+    : mode === "logprob" ? ramp("down", "probability 1", "0.7% or less") : ramp("both", edge[0], edge[1]);
+  return h("div", { class: "legend" }, shown, mode === "role" ? "" : h("span", { class: "tint-none" }, "no number"), row.weights.includes(0) ? h("span", null, h("i", { "data-masked": true }), "not in the loss") : "");
 }
 
 /** An image of a source; its size as text where that is not there. @param {string} id @param {any} image @returns {HTMLElement} */
@@ -43,7 +54,7 @@ function picture(id, image) {
 /** @param {any} row @param {string} mode @param {string} id @returns {HTMLElement} */
 function tokensOf(row, mode, id) {
   const images = new Map(row.images.map((/** @type {any} */ image) => [image.start, image]));
-  const box = h("div", { class: "tokens", dir: "auto" });
+  const box = h("div", { class: "tokens", dir: "auto", tabindex: "0", role: "group", "aria-label": "Tokens: the arrow keys go from one to the next" });
   const numbers = mode === "role" ? [] : row.ids.map((/** @type {any} */ _, /** @type {number} */ n) => numberOf(row, n, mode));
   let scale = 0;
   for (const value of numbers) if (value !== null) scale = Math.max(scale, Math.abs(mode === "ratio" ? Math.log(value) : value));
@@ -52,6 +63,7 @@ function tokensOf(row, mode, id) {
     const token = document.createElement("span");
     token.textContent = row.texts ? plain(row.texts[n], 400) || "∅" : `${row.ids[n]} `;
     token.dataset.n = String(n);
+    if (row.weights[n] === 0) token.dataset.masked = "";
     if (mode === "role") token.className = `role-${row.roles[n]}`;
     else {
       const [hue, strength] = tint(numbers[n], mode, scale);
@@ -67,16 +79,26 @@ function tokensOf(row, mode, id) {
     fragment.append(token);
   }
   box.append(fragment);
-  return box;
+  return h("div", null, legendOf(row, mode, scale), box);
 }
 
-/** @param {any} row @param {HTMLElement} bar @returns {(event: Event) => void} */
+/** Shows the numbers of the token that is pointed at, or moved to by the arrow keys. @param {any} row @param {HTMLElement} bar @returns {(event: any) => void} */
 function tokenListener(row, bar) {
   return (event) => {
-    const index = /** @type {HTMLElement} */ (/** @type {HTMLElement} */ (event.target).closest("[data-n]"))?.dataset.n;
-    if (index === undefined) return;
+    let token = event.target.closest("[data-n]");
+    if (event.type === "keydown") {
+      const box = event.currentTarget.querySelector(".tokens"), current = box.querySelector(".current");
+      const next = /** @type {Record<string, any>} */ ({ ArrowRight: current ? current.nextSibling : box.firstChild, ArrowLeft: current?.previousSibling, Home: box.firstChild, End: box.lastChild });
+      if (!(token = next[event.key])) return;
+      event.preventDefault();
+      token.scrollIntoView({ block: "nearest" });
+    }
+    if (!token) return;
+    event.currentTarget.querySelector(".current")?.classList.remove("current");
+    token.classList.add("current");
+    const index = token.dataset.n;
     const n = Number(index), value = (/** @type {string} */ mode) => num(numberOf(row, n, mode), 4);
-    bar.textContent = `token ${n}: id ${row.ids[n]} ${row.texts ? JSON.stringify(plain(row.texts[n], 60)) : ""} · ${row.roles[n]} · weight ${value("weight")} · log-probability ${value("logprob")} · difference ${value("difference")} · ratio ${value("ratio")} · advantage ${value("advantage")} · version ${numberOf(row, n, "version") ?? "–"}`;
+    bar.textContent = `token ${n}: id ${row.ids[n]} ${row.texts ? JSON.stringify(plain(row.texts[n], 60)) : ""} · ${row.roles[n]} · weight ${value("weight")} · log-probability ${value("logprob")}${row.logprobs[n] === null ? "" : ` (probability ${num(Math.exp(row.logprobs[n]))})`} · difference ${value("difference")} · ratio ${value("ratio")} · advantage ${value("advantage")} · entropy ${value("entropy")} · version ${numberOf(row, n, "version") ?? "–"}`;
   };
 }
 
@@ -111,7 +133,7 @@ export async function episode(main, id, step, index, query, remember) {
   const record = await ask("episode", id, step, index);
   const state = { view: query.get("as") || "talk", color: query.get("by") || "advantage" };
   if (state.color === "advantage" && !record.rows.some((/** @type {any} */ row) => row.advantages)) state.color = query.get("by") || "logprob";
-  const body = h("div"), bar = h("div", { class: "bar", role: "status" }, "point at a token");
+  const body = h("div"), bar = h("div", { class: "bar", role: "status" }, "point at a token, or use the arrow keys");
   const viewButtons = h("div", { class: "choices", role: "group", "aria-label": "Show as" }), colorButtons = h("div", { class: "choices", role: "group", "aria-label": "Color by" });
   if (walk.key !== `${id}|${step}`) {
     walk.key = `${id}|${step}`;
@@ -139,6 +161,7 @@ export async function episode(main, id, step, index, query, remember) {
       const tokens = tokensOf(row, state.color, id), listener = tokenListener(row, bar);
       tokens.addEventListener("pointerover", listener);
       tokens.addEventListener("click", listener);
+      tokens.addEventListener("keydown", listener);
       return h("section", null, record.rows.length > 1 ? h("h2", null, `Token sequence ${n + 1}`) : "", tokens);
     }), bar));
   }
