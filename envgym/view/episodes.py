@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from envgym.episodes.record import excerpt
 from envgym.errors import DataError
 from envgym.render.renderer import check_tokenizer
 
-from .reading import EPISODE, LISTED, RECORD, ROW, Parquet, complete_lines, json_object, regular, unpacked_size
+from .reading import EPISODE, GROUP, LISTED, RECORD, ROW, Parquet, complete_lines, json_object, regular, unpacked_size
 from .sources import Source
 
 TEXTS = ("id", "key", "group", "env", "status", "reason")
@@ -78,11 +78,26 @@ class Listing:
     def misgraded(self) -> list[int]:
         """The indices of the episodes whose answer is what the task wanted, and whose score (without one, the reward)
         is below 1."""
-        pairs = zip(self.column("score"), self.column("reward"), strict=True)
-        graded = [reward if score is None else score for score, reward in pairs]
-        suspects = [index for index, value in enumerate(graded) if value is not None and value < 1]
-        texts = zip(suspects, self.beginnings(suspects), strict=True)
-        return [index for index, (_, _, reference, answer) in texts if reference == answer != ""]
+        columns = zip(self.column("score"), self.column("reward"), self._answers(), strict=True)
+        graded = ((reward if score is None else score, texts) for score, reward, texts in columns)
+        return [
+            index
+            for index, (value, (reference, answer)) in enumerate(graded)
+            if value is not None and value < 1 and answer and reference == answer
+        ]
+
+    def _answers(self) -> Iterator[list[str]]:
+        """Of each episode what its task wanted, and what was read as the answer."""
+        if self.path.suffix != ".parquet":
+            yield from (beginning(self.record(index))[2:] for index in range(len(self)))
+            return
+        reference = lru_cache(CACHED)(lambda task: json.loads(task).get("answer"))  # members of a group share the task
+        for number in range(len(self._starts)):
+            table = self._file.read((number,), ("task", "answer"))
+            if sum(map(unpacked_size, table.columns)) > GROUP:
+                raise DataError(f"{self.path} has tasks of more than {GROUP >> 20} MiB: they are not read")
+            for task, answer in zip(table["task"].to_pylist(), table["answer"].to_pylist(), strict=True):
+                yield [_one_line(reference(task)), _one_line(answer)]
 
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
@@ -146,10 +161,12 @@ def beginning(record: Mapping[str, Any]) -> list[str]:
     """The beginnings of an episode's prompt and of its last answer, what its task wanted and what was read as the
     answer, each as one line; empty for what it does not have."""
     texts = excerpt((message["role"], str(message["content"] or "")) for message in record["messages"])
-    reference = record["task"].get("answer")
-    is_text = isinstance(reference, str | None)
-    answers = [reference if is_text else json.dumps(reference, ensure_ascii=False), record["answer"]]
-    return [" ".join(str(text or "")[:800].split())[:200] for text in (*texts, *answers)]
+    return [*map(_one_line, texts), _one_line(record["task"].get("answer")), _one_line(record["answer"])]
+
+
+def _one_line(value: Any) -> str:
+    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return " ".join(text[:800].split())[:200]
 
 
 def _as_list(values: Any) -> list[Any]:

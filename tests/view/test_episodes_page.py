@@ -176,6 +176,8 @@ def test_nothing_overlaps_or_is_wider_than_a_phone(run, tmp_path, browser, view)
     page = browser.new_page(viewport={"width": 390, "height": 800})
     with viewing(tmp_path) as url:
         opened(page, url, view)
+        if view.startswith("list"):
+            first_row(page, "question 0?", "wanted 0", "answered 0", "So it is 0.")
         page.wait_for_timeout(400)
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
         wide = (

@@ -76,7 +76,7 @@ try { theme = localStorage.getItem("theme") || ""; } catch { theme = ""; }
 setTheme(theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
 document.getElementById("theme")?.addEventListener("click", () => { setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); show(); });
 
-const HELP = [["j, k", "next, previous episode"], ["g", "the episode's group"], ["t", "conversation or tokens"], ["c", "next coloring"], ["u", "up"], ["/", "search"], ["?", "these keys"]];
+const HELP = [["j, k", "next, previous episode"], ["g", "the episode's group"], ["t", "conversation or tokens"], ["c", "next coloring"], ["← →", "from token to token"], ["u", "up"], ["/", "search"], ["?", "these keys"]];
 function help() {
   const open = document.querySelector("dialog");
   if (open) return open.remove();
