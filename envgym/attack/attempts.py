@@ -145,7 +145,11 @@ class CheatAttempts:
 
         def script_of(task: Task, number: int) -> Script:
             rng, observations = random.Random(f"guess {number}"), list[Observation]()
-            answers = self._guesses - Counter([self._answer(task)])  # of other tasks
+            # Those of other tasks, with the counts over all: without its own task, the rarest would tell the answer.
+            of_others = self._guesses - Counter([self._answer(task)])
+            answers = Counter(
+                {answer: self._guesses[answer] for answer, _ in self._guesses.most_common() if answer in of_others}
+            )
             guesses = guess_fields(answers, rng, (self._right_forms or [RAW])[0].text)
 
             def script(turn: int, observation: Observation) -> Action | None:

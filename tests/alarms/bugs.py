@@ -190,7 +190,7 @@ def sampling_has_a_copy_of_the_model(patch: pytest.MonkeyPatch) -> None:
 # -- top-p left out of the log-probabilities ------
 
 
-@bug("top-p left out of the log-probabilities", "rollout.tasks_per_step=16")
+@bug("top-p left out of the log-probabilities", "rollout.tasks_per_step=64")
 def the_engine_has_a_top_p_of_its_own(patch: pytest.MonkeyPatch) -> None:
     """The engine samples with top-p 0.8, and returns log-probabilities without it."""
     import envgym.engines.transformers as module

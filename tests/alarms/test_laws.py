@@ -178,17 +178,17 @@ def test_tokens_of_another_distribution_are_too_likely_or_too_unlikely():
     entropy = float(-(probabilities * np.log(probabilities)).sum())
 
     def row(drawn_from):
-        tokens = rng.choice(4, 600, p=drawn_from)
-        made = Row([Segment("action", tokens.tolist(), logprobs=[0.0] * 600)])
+        tokens = rng.choice(4, 3000, p=drawn_from)
+        made = Row([Segment("action", tokens.tolist(), logprobs=[0.0] * 3000)])
         made.first_outputs = np.log(probabilities)[tokens]
-        made.entropies = np.full(600, entropy)
+        made.entropies = np.full(3000, entropy)
         return made
 
     assert abs(surprise_in_errors([row(probabilities)])) < 3
     assert surprise_in_errors([row(np.array([0.625, 0.375, 0.0, 0.0]))]) < -6  # top-p 0.8
     assert surprise_in_errors([row(np.array([0.25] * 4))]) > 6
-    certain = row(np.array([1.0, 0.0, 0.0, 0.0]))  # nothing rare came in 600 tokens: no wonder
-    certain.first_outputs, certain.entropies = np.full(600, -0.001), np.full(600, 0.008)
+    certain = row(np.array([1.0, 0.0, 0.0, 0.0]))  # nothing rare came in 3000 tokens: no wonder
+    certain.first_outputs, certain.entropies = np.full(3000, -0.0002), np.full(3000, 0.0016)
     assert surprise_in_errors([certain]) > -1
     old = row(probabilities)
     old.is_on_policy = False

@@ -151,3 +151,19 @@ def test_the_lower_bound_of_paired_differences():
     assert mean == pytest.approx(0.3)
     assert lower_bound == pytest.approx(0.3 - 0.5041, abs=1e-4)
     assert compare([1.0, 1.0], [0.0, 0.0]) == (1.0, 1.0)
+
+
+def test_answers_that_are_equally_frequent_do_not_tell_the_right_one(tmp_path):
+    """Without the task's own, its letter would be the rarest, and the last of all guesses would earn all."""
+    rows = [
+        {
+            "prompt": f"What is {a} + {a + 3}?",
+            "choices": [2 * a + 3 + (k - a) % 4 for k in range(4)],
+            "answer": str(2 * a + 3),
+        }
+        for a in range(20, 60)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"data": {"path": str(tmp_path / "rows.jsonl")}}
+    report = asyncio.run(attack_environment("multiple_choice", settings))
+    assert report.passed
