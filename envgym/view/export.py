@@ -87,6 +87,7 @@ def export(source: Path, path: Path, *, episodes: int, megabytes: float) -> Expo
         if reasons := [unread[key] for key in questions if key in unread]:
             line |= {"state": "unreadable", "why": reasons[0]}
         else:
+            responses[questions[0]]["logs"] = []  # they name the machine, which is nobody else's business
             curves |= responses
             steps += [(line["id"], step) for step in reversed(responses[questions[0]]["steps"])]
     if len(curves) == 1:

@@ -16,7 +16,8 @@ from .conftest import make_run
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "first"
-    make_run(path, steps=6, groups=64, members=8)
+    folder = make_run(path, steps=6, groups=64, members=8)
+    (folder.logs / "engine.log").write_text("a log of this machine\n")
     return path
 
 
@@ -59,6 +60,7 @@ def test_a_small_file_has_the_newest_lists_and_episodes_and_says_so(exported, tm
     assert "100 of 3072 episodes" in said
     assert "lists" not in said
     assert kinds(whole).count("list") == 6
+    assert [answer["logs"] for path, answer in whole.items() if path.startswith("run|")] == [[]]
     assert kinds(whole).count("episode") == 100
     status, said, small = exported("--out", "out.html", "--megabytes", "0.32")
     assert status == 0
