@@ -97,7 +97,7 @@ class Listing:
             if sum(map(unpacked_size, table.columns)) > GROUP:
                 raise DataError(f"{self.path} has tasks of more than {GROUP >> 20} MiB: they are not read")
             for task, answer in zip(table["task"].to_pylist(), table["answer"].to_pylist(), strict=True):
-                yield [_one_line(reference(task)), _one_line(answer)]
+                yield [_line_of(reference(task)), _line_of(answer)]
 
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
@@ -161,10 +161,10 @@ def beginning(record: Mapping[str, Any]) -> list[str]:
     """The beginnings of an episode's prompt and of its last answer, what its task wanted and what was read as the
     answer, each as one line; empty for what it does not have."""
     texts = excerpt((message["role"], str(message["content"] or "")) for message in record["messages"])
-    return [*map(_one_line, texts), _one_line(record["task"].get("answer")), _one_line(record["answer"])]
+    return [*map(_line_of, texts), _line_of(record["task"].get("answer")), _line_of(record["answer"])]
 
 
-def _one_line(value: Any) -> str:
+def _line_of(value: Any) -> str:
     text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return " ".join(text[:800].split())[:200]
 

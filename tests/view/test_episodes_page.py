@@ -173,6 +173,8 @@ VIEWS = [f"list/{FIRST}/1", f"episode/{FIRST}/1/0", f"group/{FIRST}/1/0", f"task
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_nothing_overlaps_or_is_wider_than_a_phone(run, tmp_path, browser, view):
+    from axe_playwright_python.sync_playwright import Axe
+
     page = browser.new_page(viewport={"width": 390, "height": 800})
     with viewing(tmp_path) as url:
         opened(page, url, view)
@@ -194,4 +196,6 @@ def test_nothing_overlaps_or_is_wider_than_a_phone(run, tmp_path, browser, view)
                 a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 3 && b.top < a.bottom - 3));
         })""")
         assert overlaps == []
+        problems = Axe().run(page).response["violations"]
+        assert [one["id"] for one in problems if one["impact"] in ("serious", "critical")] == []
     page.close()
