@@ -150,6 +150,11 @@ def test_a_groups_members_show_what_differs_and_their_advantages(tmp_path, page)
         assert shown == ["advantage 0", "advantage −0.083", "advantage −0.167", "advantage −0.250"]
         assert [one.inner_text() for one in main.locator("article mark").all()] == ["0", "1", "2", "3"]
         assert main.locator("article .hint").first.inner_text() == "answer 1 "
+        members = [made(0, m, text, reward=0.0) for m, text in enumerate(("five 5", "five 6", "five 6", "none"))]
+        write_episodes(tmp_path / "runs" / "some.jsonl", members)
+        main = opened(page, url, "group/runs%2Fsome.jsonl/0/0")
+        marks = [text.locator("mark").all_inner_texts() for text in main.locator("article .text").all()]
+        assert marks == [["5"], [], [], ["none"]]  # against the member that is most alike
 
 
 def test_what_the_policy_said_to_a_held_out_task_before_and_after(run, tmp_path, page):

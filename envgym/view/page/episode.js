@@ -102,9 +102,9 @@ function tokenListener(row, bar) {
   };
 }
 
-/** A message; the first `common` characters of its text are quiet, as other episodes have them too.
+/** A message; the first `common` characters of its text are quiet, as another episode has them too, and the others marked.
  * @param {any} message @param {any} reward @param {string} id @param {number} [common] @returns {HTMLElement} */
-function turn(message, reward, id, common = 0) {
+function turn(message, reward, id, common) {
   const calls = (message.tool_calls || []).map((/** @type {any} */ call) => {
     const args = call.function?.arguments;
     return h("details", { class: "call" }, h("summary", null, "calls ", h("b", null, plain(call.function?.name, 200)), call.error ? h("span", { class: "state failed" }, ` ${plain(call.error, 300)}`) : ""),
@@ -113,18 +113,18 @@ function turn(message, reward, id, common = 0) {
   const text = plain(message.content);
   const isLong = message.role === "tool" && text.length > 400;
   const parts = (message.parts || []).map((/** @type {any} */ part) => (part.type === "image" ? picture(id, part) : plain(part.text)));
-  const body = text || parts.length ? h("div", { class: "text", dir: "auto" }, parts.length ? parts : common ? [h("span", { class: "hint" }, text.slice(0, common)), h("mark", null, text.slice(common))] : text) : "";
+  const body = text || parts.length ? h("div", { class: "text", dir: "auto" }, parts.length ? parts : common === undefined ? text : [h("span", { class: "hint" }, text.slice(0, common)), common < text.length && h("mark", null, text.slice(common))].filter(Boolean)) : "";
   return h("section", { class: `turn ${["user", "assistant", "system", "tool"].includes(message.role) ? message.role : "user"}` },
     h("header", null, plain(message.name ? `${message.role} ${message.name}` : message.role, 100), reward === undefined || reward === null ? "" : h("span", { class: "turn-reward" }, `reward ${num(reward)}`)),
     isLong ? h("details", null, h("summary", null, `${text.length.toLocaleString("en")} characters`), body) : body, calls);
 }
 
 /** @param {any} record @param {string} id @param {number} [common] @returns {HTMLElement} */
-function conversation(record, id, common = 0) {
+function conversation(record, id, common) {
   const rewards = record.rows.flatMap((/** @type {any} */ row) => row.turns.map((/** @type {any} */ rowTurn) => rowTurn.reward));
   const completions = record.messages.filter((/** @type {any} */ message) => message.role === "assistant").length;
   let index = rewards.length - completions; // negative for the assistant's turns in the prompt
-  return h("div", { class: "talk" }, record.messages.map((/** @type {any} */ message, /** @type {number} */ n) => turn(message, message.role === "assistant" ? rewards[index++] : undefined, id, n ? 0 : common)));
+  return h("div", { class: "talk" }, record.messages.map((/** @type {any} */ message, /** @type {number} */ n) => turn(message, message.role === "assistant" ? rewards[index++] : undefined, id, n ? undefined : common)));
 }
 
 /** @param {HTMLElement} main @param {string} id @param {number} step @param {number} index @param {URLSearchParams} query
@@ -204,13 +204,13 @@ export async function group(main, id, step, index) {
 /** Episodes next to each other, with what differs in their first answers. @param {string} id @param {[any, number, number, string][]} members @returns {HTMLElement} */
 function sideBySide(id, members) {
   const answers = members.map(([member]) => (member ? member.messages.slice(member.messages.findIndex((/** @type {any} */ message) => message.role === "assistant")) : []));
-  const texts = answers.filter((answer) => answer.length).map(([first]) => plain(first.content));
-  let common = 0;
-  while (texts.length > 1 && common < texts[0].length && texts.every((text) => text[common] === texts[0][common])) common++;
+  const texts = answers.map((answer) => (answer.length ? plain(answer[0].content) : ""));
+  const prefix = (/** @type {string} */ a, /** @type {string} */ b) => { let n = 0; while (n < a.length && n < 4000 && a[n] === b[n]) n++; return n < 4000 ? n : a.length; };
+  const common = texts.map((text, n) => Math.max(0, ...texts.filter((_, other) => other !== n).map((other) => prefix(text, other))));
   const value = (/** @type {string} */ name, /** @type {any} */ shown) => (shown === null || shown === undefined ? "" : h("span", null, h("span", { class: "caption" }, `${name} `), shown));
   return h("div", { class: "group" }, members.map(([member, step, n, title], position) => (member === null ? h("article", null, "not in the file") : h("article", { tabindex: "0", "aria-label": title }, h("header", null, h("a", { href: link("episode", id, step, n) }, title),
     value("reward", num(member.reward)), value("advantage", advantage(member) === null ? null : num(advantage(member))), value("answered", member.answer === null ? null : plain(member.answer, 80)), value("tokens", num(member.listed.tokens?.[0])), h("span", { class: `state ${member.outcome.status}` }, member.outcome.reason || member.outcome.status)),
-  conversation({ ...member, messages: answers[position] }, id, common)))));
+  conversation({ ...member, messages: answers[position] }, id, common[position])))));
 }
 
 /** A task's episodes over the steps of a run: the first and the last next to each other, and all in a table.
