@@ -109,7 +109,6 @@ def main() -> None:
     page = ROOT / "docs" / "get_started" / "starter.md"
     fill_docs("demo", demo(), ROOT / "README.md")
     fill_docs("class", class_in_words(), ROOT / "README.md")
-    fill_docs("class", class_in_words(), page.with_name("first_environment.md"))
     fill_docs("starter", main_job(), page)
     fill_docs("environments", environments(), page)
     for six in ("first_environments", "second_environments"):

@@ -19,6 +19,7 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
 GROUPS = {
     "Get started": "get_started",
+    "Tutorials": "tutorials",
     "Environments": "environments",
     "Training": "training",
     "Evaluation": "evaluation",
