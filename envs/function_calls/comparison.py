@@ -91,7 +91,7 @@ def _is_allowed(value: Any, allowed: list[Any], schema: Mapping[str, Any]) -> bo
     allowed_type = _type_of_first(allowed) or declared
     if type(value) not in (declared, allowed_type):
         return False
-    if type(value) is declared and items is not None and not any(_has_items(value, form, items) for form in allowed):
+    if isinstance(value, list) and items is not None and not any(_has_items(value, form, items) for form in allowed):
         return False
     if allowed_type is not declared:
         return value in allowed

@@ -11,9 +11,10 @@ from envgym.tasks.rows import open_rows
 
 from .comparison import ANY
 
-CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
-CATEGORIES += ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance")
-CATEGORIES += ("live_relevance",)
+CATEGORIES = (
+    "simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance", "live_simple", "live_multiple",
+    "live_parallel", "live_parallel_multiple", "live_irrelevance", "live_relevance",
+)  # fmt: skip
 """Categories of one turn whose functions are Python's."""
 
 
