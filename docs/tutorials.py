@@ -32,7 +32,7 @@ def notebooks() -> list[Path]:
 def run(notebook: Notebook, folder: Path) -> Notebook:
     """The notebook with the outputs of its cells, which a new kernel in `folder` runs. Raises `RuntimeError` with the
     traceback of a cell that fails."""
-    from jupyter_client import KernelManager
+    from jupyter_client.manager import KernelManager
 
     manager = KernelManager(kernel_name="python3")
     settings = {"IPYTHONDIR": str(folder / ".ipython"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

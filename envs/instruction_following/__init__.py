@@ -68,8 +68,10 @@ class InstructionFollowing(DataEnvSpec):
         for id, values in self.instructions(task):
             if id not in CHECKS:
                 raise DataError(f"task {task.key}: there is no instruction {id!r}.{did_you_mean(str(id), CHECKS)}")
-            if missing := [name for name in CHECKS[id].arguments if name not in values]:
-                raise DataError(f"task {task.key}: the instruction {id} lacks its argument {missing[0]!r}")
+            try:
+                CHECKS[id]("A text.", values)
+            except KeyError as error:
+                raise DataError(f"task {task.key}: the instruction {id} lacks its argument {error}") from None
 
     def instructions(self, task: Task) -> list[tuple[str, dict[str, Any]]]:
         """The ids of a task's instructions, each with its arguments. Null is no argument."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,17 +18,13 @@ CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 Arguments = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """`is_followed(text, arguments)` of one instruction, and the names of its arguments."""
-
-    is_followed: Callable[[str, Arguments], bool]
-    arguments: tuple[str, ...] = ()
+Check = Callable[[str, Arguments], bool]
+"""True if a text follows an instruction with these arguments. Raises `KeyError` for one that is missing."""
 
 
 def are_followed(text: str, instructions: Sequence[tuple[str, Arguments]]) -> list[bool]:
     """Whether `text` follows each instruction; a blank one follows none."""
-    return [bool(text.strip()) and CHECKS[id].is_followed(text, arguments) for id, arguments in instructions]
+    return [bool(text.strip()) and CHECKS[id](text, arguments) for id, arguments in instructions]
 
 
 def loose_forms(text: str) -> list[str]:
@@ -177,67 +172,41 @@ def _is_quoted(text: str) -> bool:
 
 
 CHECKS: dict[str, Check] = {
-    "change_case:capital_word_frequency": Check(
-        lambda text, a: _is_in_relation(_capital_words(text), a["capital_relation"], a["capital_frequency"]),
-        ("capital_relation", "capital_frequency"),
+    "change_case:capital_word_frequency": lambda text, a: _is_in_relation(
+        _capital_words(text), a["capital_relation"], a["capital_frequency"]
     ),
-    "change_case:english_capital": Check(lambda text, a: text.isupper() and _is_language(text, "en")),
-    "change_case:english_lowercase": Check(lambda text, a: text.islower() and _is_language(text, "en")),
-    "combination:repeat_prompt": Check(
-        lambda text, a: text.strip().lower().startswith(a["prompt_to_repeat"].strip().lower()), ("prompt_to_repeat",)
+    "change_case:english_capital": lambda text, a: text.isupper() and _is_language(text, "en"),
+    "change_case:english_lowercase": lambda text, a: text.islower() and _is_language(text, "en"),
+    "combination:repeat_prompt": lambda text, a: text.strip().lower().startswith(a["prompt_to_repeat"].strip().lower()),
+    "combination:two_responses": lambda text, a: _has_two_responses(text),
+    "detectable_content:number_placeholders": lambda text, a: _placeholders(text) >= a["num_placeholders"],
+    "detectable_content:postscript": lambda text, a: _has_postscript(text, a["postscript_marker"]),
+    "detectable_format:constrained_response": lambda text, a: any(choice in text for choice in CHOICES),
+    "detectable_format:json_format": lambda text, a: _is_json(text),
+    "detectable_format:multiple_sections": lambda text, a: _sections(text, a["section_spliter"]) >= a["num_sections"],
+    "detectable_format:number_bullet_lists": lambda text, a: _bullets(text) == a["num_bullets"],
+    "detectable_format:number_highlighted_sections": lambda text, a: _highlights(text) >= a["num_highlights"],
+    "detectable_format:title": lambda text, a: _has_title(text),
+    "keywords:existence": lambda text, a: all(_pattern(word).search(text) for word in a["keywords"]),
+    "keywords:forbidden_words": lambda text, a: not _has_words(text, a["forbidden_words"]),
+    "keywords:frequency": lambda text, a: _is_in_relation(
+        len(_pattern(a["keyword"].strip()).findall(text)), a["relation"], a["frequency"]
     ),
-    "combination:two_responses": Check(lambda text, a: _has_two_responses(text)),
-    "detectable_content:number_placeholders": Check(
-        lambda text, a: _placeholders(text) >= a["num_placeholders"], ("num_placeholders",)
+    "keywords:letter_frequency": lambda text, a: _is_in_relation(
+        text.lower().count(a["letter"].lower()), a["let_relation"], a["let_frequency"]
     ),
-    "detectable_content:postscript": Check(
-        lambda text, a: _has_postscript(text, a["postscript_marker"]), ("postscript_marker",)
+    "language:response_language": lambda text, a: _is_language(text, a["language"]),
+    "length_constraints:nth_paragraph_first_word": lambda text, a: _paragraph_begins(
+        text, a["num_paragraphs"], a["nth_paragraph"], a["first_word"]
     ),
-    "detectable_format:constrained_response": Check(lambda text, a: any(choice in text for choice in CHOICES)),
-    "detectable_format:json_format": Check(lambda text, a: _is_json(text)),
-    "detectable_format:multiple_sections": Check(
-        lambda text, a: _sections(text, a["section_spliter"]) >= a["num_sections"], ("section_spliter", "num_sections")
+    "length_constraints:number_paragraphs": lambda text, a: _has_paragraphs(text, a["num_paragraphs"]),
+    "length_constraints:number_sentences": lambda text, a: _is_in_relation(
+        len(_sentences(text)), a["relation"], a["num_sentences"]
     ),
-    "detectable_format:number_bullet_lists": Check(
-        lambda text, a: _bullets(text) == a["num_bullets"], ("num_bullets",)
+    "length_constraints:number_words": lambda text, a: _is_in_relation(
+        len(re.findall(r"\w+", text)), a["relation"], a["num_words"]
     ),
-    "detectable_format:number_highlighted_sections": Check(
-        lambda text, a: _highlights(text) >= a["num_highlights"], ("num_highlights",)
-    ),
-    "detectable_format:title": Check(lambda text, a: _has_title(text)),
-    "keywords:existence": Check(
-        lambda text, a: all(_pattern(word).search(text) for word in a["keywords"]), ("keywords",)
-    ),
-    "keywords:forbidden_words": Check(lambda text, a: not _has_words(text, a["forbidden_words"]), ("forbidden_words",)),
-    "keywords:frequency": Check(
-        lambda text, a: _is_in_relation(
-            len(_pattern(a["keyword"].strip()).findall(text)), a["relation"], a["frequency"]
-        ),
-        ("keyword", "relation", "frequency"),
-    ),
-    "keywords:letter_frequency": Check(
-        lambda text, a: _is_in_relation(text.lower().count(a["letter"].lower()), a["let_relation"], a["let_frequency"]),
-        ("letter", "let_relation", "let_frequency"),
-    ),
-    "language:response_language": Check(lambda text, a: _is_language(text, a["language"]), ("language",)),
-    "length_constraints:nth_paragraph_first_word": Check(
-        lambda text, a: _paragraph_begins(text, a["num_paragraphs"], a["nth_paragraph"], a["first_word"]),
-        ("num_paragraphs", "nth_paragraph", "first_word"),
-    ),
-    "length_constraints:number_paragraphs": Check(
-        lambda text, a: _has_paragraphs(text, a["num_paragraphs"]), ("num_paragraphs",)
-    ),
-    "length_constraints:number_sentences": Check(
-        lambda text, a: _is_in_relation(len(_sentences(text)), a["relation"], a["num_sentences"]),
-        ("relation", "num_sentences"),
-    ),
-    "length_constraints:number_words": Check(
-        lambda text, a: _is_in_relation(len(re.findall(r"\w+", text)), a["relation"], a["num_words"]),
-        ("relation", "num_words"),
-    ),
-    "punctuation:no_comma": Check(lambda text, a: "," not in text),
-    "startend:end_checker": Check(
-        lambda text, a: text.strip().strip('"').lower().endswith(a["end_phrase"].strip().lower()), ("end_phrase",)
-    ),
-    "startend:quotation": Check(lambda text, a: _is_quoted(text)),
+    "punctuation:no_comma": lambda text, a: "," not in text,
+    "startend:end_checker": lambda text, a: text.strip().strip('"').lower().endswith(a["end_phrase"].strip().lower()),
+    "startend:quotation": lambda text, a: _is_quoted(text),
 }
