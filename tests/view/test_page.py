@@ -129,6 +129,45 @@ def test_rewards_stand_at_the_turns_that_were_sampled(tmp_path, page):
         assert main.locator("article .turn.assistant header").all_text_contents() == heads * 2
 
 
+@pytest.mark.parametrize("name", ["some.jsonl", "some.parquet"])
+def test_branches_of_a_group_are_a_tree_with_links(tmp_path, page, name):
+    episodes = [made(0, member, reward=member / 4) for member in range(5)]
+    ids = [episode.id for episode in episodes]
+    for member, parent, turn in ((2, 0, 1), (3, 2, 2), (4, 0, 3)):
+        episodes[member].parent, episodes[member].parent_turn = ids[parent], turn
+    write = write_rollouts if name.endswith("parquet") else write_episodes
+    write(tmp_path / name, episodes)
+    with viewing(tmp_path, name) as url:
+        main = opened(page, url, f"group/{name}/0/0")
+        page.wait_for_selector(".group")
+        lines = main.get_by_label("Branches").locator("li").all_inner_texts()
+        assert [line.splitlines()[0] for line in lines] == [
+            "member 0: reward 0",
+            "member 2 after turn 1: reward 0.500",
+            "member 3 after turn 2: reward 0.750",
+            "member 4 after turn 3: reward 1",
+            "member 1: reward 0.250",
+        ]
+        depths = [li.evaluate("li => li.closest('nav').contains(li) && li.parentElement.closest('li') !== null")
+                  for li in main.get_by_label("Branches").locator("li").all()]  # fmt: skip
+        assert depths == [False, True, True, True, False]
+        main.get_by_label("Branches").get_by_role("link", name="member 3").click()
+        page.wait_for_selector(".facts:has-text('branch of')")
+        assert f"{ids[2]} after turn 2" in page.locator(".facts").inner_text()
+
+
+def test_parents_in_a_circle_are_listed_once(tmp_path, page):
+    episodes = [made(0, member, reward=0.5) for member in range(4)]
+    for episode, parent in zip(episodes[1:], [episodes[2].id, episodes[1].id, episodes[3].id], strict=True):
+        episode.parent, episode.parent_turn = parent, 1
+    write_episodes(tmp_path / "some.jsonl", episodes)
+    with viewing(tmp_path, "some.jsonl") as url:
+        main = opened(page, url, "group/some.jsonl/0/0")
+        page.wait_for_selector(".group")
+        assert main.get_by_label("Branches").locator("li").all_inner_texts() == ["member 0: reward 0.500"]
+        assert main.locator("article").count() == 4
+
+
 def test_a_bar_filters_and_search_finds(tree, page):
     with viewing(tree) as url:
         main = opened(page, url, f"list/{RUN}/1")

@@ -148,7 +148,7 @@ export async function episode(main, id, step, index, query, remember) {
   const commands = h("div"), run = id.replace(/\/held_out$/, ""), history = run === id || isExport() ? "" : h("a", { class: "button", href: link("task", id, step, index) }, "This task over the run");
   if (!isExport()) ask("run", run).then((info) => commands.replaceChildren(...commandsOf(info, id, record).map(commandLine)), () => {});
   const button = (/** @type {string} */ text, /** @type {number | undefined} */ n) => h("button", { type: "button", disabled: n === undefined, onclick: () => go(n) }, text);
-  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("dl", { class: "facts" }, fact("outcome", h("span", { class: `state ${record.outcome.status}` }, plain(ending(record.outcome), 300))),
+  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("dl", { class: "facts" }, record.parent ? fact("branch of", `${plain(record.parent, 200)} after turn ${num(record.parent_turn)}`) : "", fact("outcome", h("span", { class: `state ${record.outcome.status}` }, plain(ending(record.outcome), 300))),
     Object.entries(numbers).map(([name, value]) => fact(plain(name, 60), num(value))), fact("tokens", num(record.listed.tokens?.[0])), fact("seconds", num(record.seconds)),
     record.answer === null || record.answer === undefined ? "" : fact("parsed answer", plain(record.answer, 200)), record.task.answer === null || record.task.answer === undefined ? "" : fact("reference answer", plain(typeof record.task.answer === "string" ? record.task.answer : JSON.stringify(record.task.answer), 200))),
   h("div", { class: "tools" }, button("‹ previous", position > 0 ? neighbor(-1) : undefined), button("next ›", neighbor(1)), h("span", { class: "hint" }, `${num(position + 1)} of ${num(walk.order.length)}`), viewButtons, colorButtons, siblings, history, h("button", { type: "button", onclick: () => copy(JSON.stringify(record), "the episode is copied") }, "Copy JSON")), timeline, body, commands);
@@ -192,13 +192,26 @@ function advantage(record) {
   return values.length ? values.reduce((/** @type {number} */ sum, /** @type {number} */ value) => sum + value, 0) / values.length : null;
 }
 
+/** The tree of a group with branches, each below its parent, with links; nothing for a group without.
+ * @param {string} id @param {number} step @param {any[]} members @param {number[]} indices @returns {HTMLElement | string} */
+function tree(id, step, members, indices) {
+  const shown = new Set(); // a file may hold any parents: each episode is listed once
+  /** @type {(parent: string) => HTMLElement} */
+  const children = (parent) => h("ul", null, members.map((member, n) => {
+    if (member === null || (member.parent || "") !== parent || shown.has(n)) return "";
+    shown.add(n);
+    return h("li", null, h("a", { href: link("episode", id, step, indices[n]) }, `member ${num(member.member)}`), parent ? ` after turn ${num(member.parent_turn)}` : "", `: reward ${num(member.reward)}`, member.id ? children(member.id) : "");
+  }));
+  return members.some((member) => member?.parent) ? h("nav", { "aria-label": "Branches" }, children("")) : "";
+}
+
 /** The episodes of a group next to each other. @param {HTMLElement} main @param {string} id @param {number} step @param {number} index @returns {Promise<void>} */
 export async function group(main, id, step, index) {
   const record = await ask("episode", id, step, index);
   const members = await Promise.all(record.siblings.slice(0, 64).map((/** @type {number} */ n) => ask("episode", id, step, n).catch(() => null)));
   const prompt = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
   main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined, id))),
-    sideBySide(id, members.map((member, n) => [member, step, record.siblings[n], `member ${member?.member}`])));
+    tree(id, step, members, record.siblings), sideBySide(id, members.map((member, n) => [member, step, record.siblings[n], `member ${member?.member}`])));
 }
 
 /** Episodes next to each other, with what differs in their first answers. @param {string} id @param {[any, number, number, string][]} members @returns {HTMLElement} */
