@@ -107,7 +107,7 @@ class Soak:
 
     def __init__(self, part: Part, folder: Path, name: str) -> None:
         self.part, self.folder, self.random = part, folder, random.Random(f"{name} {time.time()}")
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
         (folder / "echo.py").write_text(IN_A_SANDBOX)
         self.log = folder / "kills.jsonl"
         self.port, self.page_port = self._port("port"), self._port("page_port")

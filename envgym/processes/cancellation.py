@@ -153,15 +153,17 @@ class Deadline:
     """`async with Deadline(seconds)`: like `asyncio.timeout`, but `pause_timeouts` stops the clock, in the block and in
     tasks created there, and `run_to_end` is notified of work that ignores it. Enter it once."""
 
+    # Of the class, since the thread that watches the loop may look at a deadline that is being made.
+    _is_overrun = False
+    _pauses = 0
+    _timer: asyncio.TimerHandle | None = None
+
     def __init__(self, seconds: float, name: str = "") -> None:
         self.seconds = seconds
         self.name = name
         """The subject of messages about it."""
-        self._is_overrun = False
         self._timeout = asyncio.timeout(None)
         self._seconds_left = seconds
-        self._pauses = 0
-        self._timer: asyncio.TimerHandle | None = None
         self._token: Token[tuple[Deadline | _Reporter, ...]] | None = None
 
     async def __aenter__(self) -> Deadline:

@@ -289,3 +289,8 @@ def test_a_clock_that_is_set_again_while_it_rings_does_no_harm(run):
         assert wrong == []
 
     run(main())
+
+
+def test_a_deadline_that_is_being_made_is_not_over():
+    """The thread that watches the loop may find it in a frame before `__init__` has ended."""
+    assert not Deadline.__new__(Deadline).expire_if_overrun()
