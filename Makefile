@@ -42,7 +42,7 @@ test-slow-environments: .venv/installed-dev
 test-slow-commands: .venv/installed-dev
 	$(BIN)/python -m pytest -q -m slow $(addprefix $(ACCEPTANCE)/test_,evaluation.py fresh_clone.py \
 		openrlhf_commands.py openrlhf_images.py image_data.py) \
-		tests/cli tests/evaluation tests/jobs tests/services tests/test_docs.py tests/test_removal.py
+		tests/cli tests/evaluation tests/jobs tests/services tests/test_docs.py tests/test_removal.py tests/test_tutorials.py
 
 bench: .venv/installed-dev  ## The benchmarks against peers; writes benchmarks/results/
 	$(BIN)/python benchmarks/startup.py
