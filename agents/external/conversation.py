@@ -40,7 +40,7 @@ class PolicyAnswer(NamedTuple):
     stop: str | None
 
 
-class Branch:
+class ConversationBranch:
     """One growing conversation: a request continues it by repeating and extending it."""
 
     def __init__(self, renderer: Renderer, transcript: Transcript, tools: tuple[ToolSpec, ...]) -> None:
@@ -95,7 +95,7 @@ class Conversation:
         self._sampling = dict(sampling or {})
         sampler.limit(max_tokens)
         sampler.record = lambda task, outcome: self.episode(task, outcome, None, {}, self.messages)
-        self._branches: list[Branch] = []
+        self._branches: list[ConversationBranch] = []
         self._last: tuple[str, Generation] | None = None
 
     async def answer(
@@ -134,7 +134,7 @@ class Conversation:
     ) -> PolicyAnswer:
         branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
         if branch is None:
-            branch = Branch(self._renderer, Transcript(self._sampler, is_whole=False), tools)
+            branch = ConversationBranch(self._renderer, Transcript(self._sampler, is_whole=False), tools)
             extend(branch.transcript, branch.dialogue.begin(Observation(mark_after_prompt(messages), tools=tools)))
             self._branches.append(branch)
         else:

@@ -102,7 +102,7 @@ class ProcessEnv(CheckedEnv):
         instance_seed = random.getrandbits(31) if seed is None else seed
         instance_options = {**(options or {}), "task": self.task}
         observation, info = await self._ask(lambda host: host.reset(self._id, instance_seed, instance_options))
-        self._playing = True
+        self._begin(observation)
         return observation, info
 
     async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
@@ -113,6 +113,7 @@ class ProcessEnv(CheckedEnv):
             lambda host: host.step(self._id, move)
         )
         self._playing = not (result[2] or result[3])
+        self.tally.add(result[0], result[1])
         return result
 
     async def _ask(self, call: HostCall) -> Any:

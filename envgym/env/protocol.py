@@ -214,9 +214,13 @@ class CheckedEnv(Env):
         observation, info = await self._timed_call("(observation, info)", self.env.reset, seed=seed, options=options)
         if self.spec.shows_examples:
             observation = await self.spec.with_examples(observation, task)
+        self._begin(observation)
+        return observation, info
+
+    def _begin(self, observation: Observation) -> None:
+        """Begin an episode with its first observation."""
         self._playing, self.tally = True, Tally()
         self.tally.add(observation, None)
-        return observation, info
 
     async def first_observation(self, task: Task) -> Observation:
         """The first observation of `task`, of no episode, which takes no slot; the spec is set up."""

@@ -436,8 +436,8 @@ def version_lag(groups: Sequence[Group]) -> float | None:
     lags = list[bool]()
     for group in groups:
         if match := re.match(r"step-(\d+)-", group.id):
-            newest = int(match[1]) - 1
+            version = int(match[1]) - 1
             for row in (row for episode in group.episodes for row in episode.rows):
                 versions = [span.version for segment in row.segments for span in segment.versions]
-                lags.append(not versions or min(versions) < newest)
+                lags.append(not versions or min(versions) < version)
     return fmean(lags) if lags else None

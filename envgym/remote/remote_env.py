@@ -75,7 +75,9 @@ class RemoteEnv(CheckedEnv):
         answer = await self._open(seed, task, extras)
         self.spec.report_dropped(answer.dropped)
         self.task = answer.task if task is None else task
-        return await self._with_files(as_observation(answer.observation, self.spec.id)), answer.info
+        observation = await self._with_files(as_observation(answer.observation, self.spec.id))
+        self._begin(observation)
+        return observation, answer.info
 
     async def _open(self, seed: int, task: Task | None, options: dict[str, Any]) -> Opened:
         """Open a session on a server with a free slot, and on another one where that cannot be reached."""
@@ -142,6 +144,7 @@ class RemoteEnv(CheckedEnv):
         except ValueError as error:
             raise RemoteError("server", f"{self.spec.id}: {error}") from None
         observation = await self._with_files(as_observation(stepped.observation, self.spec.id))
+        self.tally.add(observation, reward)
         return observation, reward, stepped.terminated, stepped.truncated, stepped.info
 
     async def _ask(self, model: type[B], method: Method, path: str, body: bytes, patience: float) -> B:

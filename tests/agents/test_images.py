@@ -12,7 +12,7 @@ from PIL import Image
 from envgym import Env, EnvSpec
 from envgym.agents.external import External, ExternalConfig, responses_api
 from envgym.agents.external.chat_api import CompletionRequest, Refusal
-from envgym.agents.external.conversation import Branch, Conversation
+from envgym.agents.external.conversation import ConversationBranch, Conversation
 from envgym.agents.external.messages_api import MessagesRequest
 from envgym.agents.external.responses_api import ResponsesRequest
 from envgym.engine import SamplingParams
@@ -99,7 +99,7 @@ def test_items_of_the_responses_api_have_images():
 
 def test_a_conversation_with_another_image_is_another_one(tiny_model):
     renderer = make_renderer("chat", load_tokenizer(str(tiny_model)))
-    branch = Branch(renderer, None, ())
+    branch = ConversationBranch(renderer, None, ())
     branch.messages = [Message("user", ["Which? ", RED]), Message("assistant", "red")]
     more = Message("user", "Sure?")
     for first, is_same in (

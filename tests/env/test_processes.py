@@ -114,7 +114,8 @@ def test_episodes_are_those_of_an_instance_in_the_runs_process(counter):
         for processes in (0, 2):
             async with envgym.spec(counter, processes=processes, bonus=0.25) as spec:
                 envs = [spec.make() for _ in range(4)]
-                results.append(await asyncio.gather(*(episode(env, seed) for seed, env in enumerate(envs))))
+                episodes = await asyncio.gather(*(episode(env, seed) for seed, env in enumerate(envs)))
+                results.append([*episodes, *(env.tally for env in envs)])
                 pids = {(await env.reset(seed=0))[1]["pid"] for env in envs}
                 assert (os.getpid() in pids, len(pids)) == (processes == 0, processes or 1)
                 for env in envs:

@@ -49,6 +49,7 @@ def test_a_task_is_worth_on_a_server_what_it_is_worth_here(unruly):
             _, info = await env.reset(seed=0, options=options)
             _, reward, *_ = await env.step(Action("on"))
             said += [info, reward]
+            assert env.tally.rewards == reward  # without it, laws would call the episode's reward wrong
         await env.close()
         return said
 
