@@ -12,7 +12,7 @@ from PIL import Image
 from envgym import Env, EnvSpec
 from envgym.agents.external import External, ExternalConfig, responses_api
 from envgym.agents.external.chat_api import CompletionRequest, Refusal
-from envgym.agents.external.conversation import ConversationBranch, Conversation
+from envgym.agents.external.conversation import Conversation, ConversationBranch
 from envgym.agents.external.messages_api import MessagesRequest
 from envgym.agents.external.responses_api import ResponsesRequest
 from envgym.engine import SamplingParams
