@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from envgym.agent import Agent
@@ -138,15 +138,17 @@ class Runner:
 
     async def _run_groups(self, groups: Sequence[Group], plan: SamplingPlan, tally: _Tally) -> None:
         """Run the missing members of groups, and then, round by round, the missing branches."""
-        await self._run_members([(g, n, None) for g in groups for n in _missing(g, range(plan.samples))], plan, tally)
+        numbers = range(plan.samples)  # of which there may be too many for a list
+        members = ((group, number, None) for group in groups for number in _missing(group, numbers))
+        await self._run_members(members, sum(_n_missing(group, numbers) for group in groups), plan, tally)
         if not plan.branches:
             return
         try:
-            for rule, numbers in rounds(plan.branch_at, plan.branches):
-                members = range(plan.samples + numbers.start, plan.samples + numbers.stop)
-                branches = [branch for group in groups for branch in self._branches(group, rule, members)]
-                tally.total += len(branches) - sum(len(_missing(group, members)) for group in groups)
-                await self._run_members(branches, plan, tally)
+            for rule, place in rounds(plan.branch_at, plan.branches):
+                numbers = range(plan.samples + place.start, plan.samples + place.stop)
+                branches = [branch for group in groups for branch in self._branches(group, rule, numbers)]
+                tally.total += len(branches) - sum(_n_missing(group, numbers) for group in groups)
+                await self._run_members(branches, len(branches), plan, tally)
         finally:
             for group in groups:
                 await self.attempts.end_group(group.id)
@@ -165,14 +167,15 @@ class Runner:
         them with others, so lockstep cannot make it deterministic: it only gets seeds."""
         return None if not self.deterministic or isinstance(self.engine, ChatEngine) else self.engine
 
-    async def _run_members(self, members: Sequence[Member], plan: SamplingPlan, tally: _Tally) -> None:
-        """Run members of groups, each as soon as a slot is free. If one raises an error, the others are cancelled."""
+    async def _run_members(self, members: Iterable[Member], count: int, plan: SamplingPlan, tally: _Tally) -> None:
+        """Run `count` members of groups, each as soon as a slot is free. If one raises an error, the others are
+        cancelled."""
         batcher, slots = None, self._slots  # the slots are those of all concurrent calls
         if (engine := self._lockstep_engine) is not None:
             # A batch waits for every running episode, so none of these may wait for an environment's own limit.
             limit = self.config.concurrency
             concurrency = min(limit, self.spec.concurrency_bound() or limit)
-            batcher, slots = LockstepBatcher(engine, len(members), concurrency), asyncio.Semaphore(concurrency)
+            batcher, slots = LockstepBatcher(engine, count, concurrency), asyncio.Semaphore(concurrency)
 
         async def run(group: Group, member: int, branch: Branch | None) -> None:
             is_first = branch is None and not self.first_answers.is_over and self.first_answers.start(group.task)
@@ -266,9 +269,13 @@ class Runner:
         return episode
 
 
-def _missing(group: Group, members: range) -> list[int]:
-    numbers = {episode.member for episode in group.episodes}
-    return [member for member in members if member not in numbers]
+def _missing(group: Group, members: range) -> Iterator[int]:
+    present = {episode.member for episode in group.episodes}
+    return (member for member in members if member not in present)
+
+
+def _n_missing(group: Group, members: range) -> int:
+    return len(members) - len({episode.member for episode in group.episodes if episode.member in members})
 
 
 async def _cancel(jobs: Collection[asyncio.Task[None]]) -> None:

@@ -91,7 +91,7 @@ class Result:
 def run(words: Sequence[str], folder: Path, *, steps: int = STEPS, seed: int = 0, patch: Patch | None = None) -> Result:
     """Train with a patch, in a new folder, and read what it raised."""
     from envgym.cli import main
-    from envgym.monitoring.alarms import sentence
+    from envgym.monitoring.alarms import metric_and_sentence
 
     place = Path(tempfile.mkdtemp(dir=folder))
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -104,7 +104,8 @@ def run(words: Sequence[str], folder: Path, *, steps: int = STEPS, seed: int = 0
         for line in file.read_text().splitlines():
             record = json.loads(line)
             n_steps += record["step"] > 0
-            raised += [(record["step"], name, sentence(name, record) or "") for name in record.get("alarms", [])]
+            for name in record.get("alarms", []):
+                raised.append((record["step"], name, (metric_and_sentence(name, record) or ("", ""))[1]))
     summary = place / "runs" / "run" / "summary.json"
     error = json.loads(summary.read_text()).get("error", "") if status and summary.exists() else ""
     shutil.rmtree(place)

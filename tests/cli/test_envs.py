@@ -49,9 +49,9 @@ def test_check_passes_with_0_and_one_line_a_check(start, tmp_path):
     result = start("envs", "check", f"{ZOO}/healthy.py:Sums", TMPDIR=tmp_path / "temporary")
     assert (result.returncode, result.stderr) == (0, "")
     _, *lines, summary, advice = result.stdout.splitlines()
-    assert len(lines) == 21
+    assert len(lines) == 22
     assert all(re.match(r"(ok|not applicable)  +\w", line) for line in lines)
-    assert re.fullmatch(r"21 checks: 20 ok, 1 not applicable \(\d+ s\)", summary)
+    assert re.fullmatch(r"22 checks: 21 ok, 1 not applicable \(\d+ s\)", summary)
     assert advice == f"whether its rewards can be forged: envgym envs attack {ZOO}/healthy.py:Sums"
     assert list((tmp_path / "temporary").glob("envgym-*")) == []
 

@@ -142,7 +142,7 @@ def completion(spec, task):
     if hasattr(spec, "final_answer"):
         answer = reference(task.answer).removesuffix(".0")
         return rf"Therefore the answer is $\boxed{{{answer}}}$."
-    if task.id in FOLLOWED:
+    if type(spec).__name__ == "InstructionFollowing":
         return FOLLOWED[task.id]
     [turn] = spec.demonstrations(task, 0)
     return turn if isinstance(turn, str) else Action("", tool_calls=turn.tool_calls)
