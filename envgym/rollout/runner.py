@@ -270,8 +270,8 @@ class Runner:
 
 
 def _missing(group: Group, members: range) -> Iterator[int]:
-    present = {episode.member for episode in group.episodes}
-    return (member for member in members if member not in present)
+    numbers = {episode.member for episode in group.episodes}
+    return (member for member in members if member not in numbers)
 
 
 def _n_missing(group: Group, members: range) -> int:
