@@ -213,9 +213,9 @@ class Soak:
             process = self.process(victim)
         if process is None:  # it starts again, or the run does
             victim, process = "controller", psutil.Process(run.pid)
-        step, family = self.step, psutil.Process(run.pid).children(recursive=True)
+        family = psutil.Process(run.pid).children(recursive=True)
         process.kill()
-        began = time.monotonic()
+        began, step = time.monotonic(), self.step
         if victim == "controller" or victim.startswith("actor"):
             run.wait(60)
             self.until(lambda: not any(is_running(each.pid) for each in family), "processes are left", DIES_WITH)
