@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import random
@@ -35,6 +34,7 @@ from envgym.env import EnvSpec
 from envgym.episodes.files import read_episodes
 from tests.learned_tasks import drawn_tasks
 from tests.running import is_running
+from tests.weight_files import weights
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "tests" / "results" / "kills.json"
@@ -309,10 +309,6 @@ def check_books(run: Path, spec: EnvSpec, *, steps: int, staleness: int) -> dict
         "failed_episodes": sum(failures.count(True) for failures in ends),
         "branches": sum(bool(episode.parent) for episode in episodes),
     }
-
-
-def weights(run: Path) -> str:
-    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def listens(port: int) -> bool:

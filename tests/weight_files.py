@@ -1,5 +1,6 @@
 """Weights of workers and engines in one file, as tests compare them."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -35,3 +36,8 @@ async def load(engine, path, version):
     await engine.call(lambda engine: engine.begin_weights())
     await engine.call(lambda engine: engine.load_bucket(bucket_of(path)))
     await engine.call(lambda engine: engine.end_weights(1, version))
+
+
+def weights(run: Path) -> str:
+    """The hash of the weights that a run has trained."""
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()

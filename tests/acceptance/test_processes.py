@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.weight_files import weights
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ENVGYM = Path(sys.executable).with_name("envgym")
@@ -19,10 +20,6 @@ COMMON = (
     "rollout.tasks_per_step=8", "rollout.group_size=2", "rollout.processes=2", "eval.every=0",
     "checkpoint.every=1", "checkpoint.keep=1", "learner.warmup_steps=1",
 )  # fmt: skip
-
-
-def weights(folder: Path) -> str:
-    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("words", [("--runtime", "local"), ("--runtime", "ray")], ids=["local", "ray"])

@@ -17,6 +17,7 @@ import pytest
 
 from envgym.episodes.files import read_episodes
 from tests.learned_tasks import check_learned_once
+from tests.weight_files import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,10 +38,6 @@ def lasting(folder: Path) -> list[dict[str, object]]:
         {name: value for name, value in record.items() if not name.removeprefix("critic/").startswith(passing)}
         for record in records
     ]
-
-
-def weights(folder: Path) -> str:
-    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 FILTERED = (

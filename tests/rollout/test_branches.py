@@ -27,6 +27,7 @@ from envgym.rollout.branches import Branch, choose_branches, rounds
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.types import Episode, Message, Outcome, Row, Segment, StopReason, Tally, Task, Turn
+from tests.agents.test_multi_turn import THINKING
 
 SIZE, BRANCHES, TURNS = 2, 5, 4
 TASKS = [Task(f"t{index}") for index in range(2)]
@@ -248,15 +249,6 @@ def test_with_tools_and_another_template(renderer, tiny_model):
             check_tree(group)
         assert any(message.tool_calls for group in groups for e in group.episodes[SIZE:] for message in e.messages)
     assert any(len(episode.rows) > 1 for group in groups for episode in group.episodes), "the template makes rows"
-
-
-THINKING = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for message in messages %}"
-    "<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' and not loop.last and '</think>' in "
-    "message.content %}{{ message.content.split('</think>')[-1] }}{% else %}{{ message.content }}{% endif %}"
-    "{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
