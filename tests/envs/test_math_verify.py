@@ -398,7 +398,7 @@ def rewards_or_failures(spec, gold, answers):
     return asyncio.gather(*map(one, answers), return_exceptions=True)
 
 
-@pytest.mark.parametrize(("patience", "rewarded"), [(1000, 12), (0.2, 0)])
+@pytest.mark.parametrize(("patience", "rewarded"), [(1000, 12), (0.04, 0)])
 def test_right_answers_that_wait_for_each_other_are_right_or_fail(monkeypatch, patience, rewarded):
     """A burst of costly ones waits much longer than grading one may take; no wait is a reward of zero."""
     names = [f"{n}" for n in range(10, 50)]
@@ -406,7 +406,7 @@ def test_right_answers_that_wait_for_each_other_are_right_or_fail(monkeypatch, p
     assert all(map(looks_costly, answers))
 
     async def main():
-        async with envgym.spec("math_verify", grader_timeout=1.0) as spec:
+        async with envgym.spec("math_verify", grader_timeout=5.0) as spec:
             assert (await spec.grade("1+x", "x+1")).correct
             monkeypatch.setattr(grader, "PATIENCE", patience)
             return await rewards_or_failures(spec, sum_of_many(names), answers)
