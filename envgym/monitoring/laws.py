@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 READ_EPISODES, SAMPLED_EPISODES = 16, 4
 """Episodes of a step whose last answers are read, and of these the ones that are compared with their tokens."""
 MOST_ROWS = 64
-"""Rows of a step whose tokens are read, in whole groups."""
+"""Rows of a step whose tokens and versions are read, in whole groups."""
+MOST_COUNTED = 256
+"""Episodes of a step whose grades are compared, and whose tokens in the loss are counted, in whole groups."""
 MOST_MEMBERS = 64
 """Episodes of a group that are compared by reward."""
 MIN_ANSWERS = 12
@@ -93,7 +95,8 @@ class Laws:
             record |= self._drops(groups, {group.id for group in [*batch, *buffered]}, filter)
             if self._samples:
                 record |= reward_errors(finished, has_tallies=not self._judges_groups)
-                self._answers.append((*misgraded_answers(finished), *misread_answers(read)))
+                graded = finished[:: -(-len(finished) // MOST_COUNTED) or 1]
+                self._answers.append((*misgraded_answers(graded), *misread_answers(read)))
                 sums = [sum(counts) for counts in zip(*self._answers, strict=True)]
                 for name, (n, total) in (("misgraded", sums[:2]), ("misread", sums[2:])):
                     record |= {f"laws/{name}_share": n / total} if total >= MIN_ANSWERS else {}
@@ -141,7 +144,7 @@ class Laws:
             record = unsampled_share(weights) if self._is_language else {}
             if not self._samples:
                 return record
-            if (lag := version_lag(groups)) is not None:
+            if (lag := version_lag(groups[:: -(-len(rows) // MOST_ROWS) or 1])) is not None:
                 record["laws/old_versions"] = lag
             if not self._learner.needs_policy_samples:
                 return record
@@ -190,13 +193,14 @@ class Laws:
     def _untrained(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The share of the sampled tokens of `groups` that no row with a weight for them was passed with, but for
         truncated episodes where these are left out."""
-        passed = [row for row in rows if row.first_outputs is not None]
+        n = -(-len(rows) // MOST_COUNTED)
+        passed = [row for row in rows if row.first_outputs is not None and row.group_index % n == 0]
         weights, lengths = joined_weights(passed)
         counts = Counter[int]()
         for row, count in zip(passed, row_sums(weights > 0, lengths), strict=True):
             counts[row.episode_index] += int(count)
         missing, trained, n_sampled, n_lost = list[Episode](), list[Episode](), 0, 0
-        for group in groups:
+        for group in groups[::n]:
             rewarded = [episode for episode in group.episodes if episode.reward is not None]
             for episode in rewarded if len(rewarded) >= self._learner.min_group_size else ():
                 if not episode.rows or (self._learner.skips_truncated and episode.outcome.truncated):
