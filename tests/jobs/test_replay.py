@@ -2,6 +2,7 @@
 
 import asyncio
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +11,15 @@ from envgym.cli import main
 from envgym.config.resolve import resolve
 from envgym.engine import SamplingParams
 from envgym.episodes.record import write_rollouts
+from envgym.errors import ConfigError
 from envgym.render import NoRenderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
-from envgym.rollout.scripted import ScriptedEpisode, script_of
+from envgym.rollout.scripted import ScriptedEpisode, action_of, script_of
 from envgym.run_folder import RunFolder
+from envgym.services import start_services
 from envgym.types import Action, Message, Outcome
+from tests.check.test_shipped import NEED, SHIPPED, TAKE_DATA, data, judgement, process_reward_model
 from tests.programs import ENVGYM
 
 GAME = '''
@@ -49,23 +53,34 @@ class Says(Agent):
         return episode
 
 
+async def episodes_of(spec, agent, step):
+    """Episodes of a step with three tasks, two of each."""
+    tasks = [await spec.tasks("train").get(number) for number in range(3)]
+    settings = {"max_model_len": 64, "seed": 0, "deterministic": True}
+    runner = Runner(spec, agent, None, RolloutConfig(), **settings)
+    plan = SamplingPlan(f"step-{step:06d}-0", SamplingParams(max_tokens=1), 2, "group")
+    return [episode for group in await runner.roll_out(tasks, plan) for episode in group.episodes]
+
+
+def run_folder(settings):
+    """The folder of a run with these settings that has no step yet."""
+    config = resolve(settings)
+    folder = RunFolder(Path("runs", settings["name"]).absolute())
+    folder.create()
+    (folder.path / "config.yaml").write_text(config.to_yaml())
+    return folder, config.stages[0].make_spec()
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run of the game with two steps; returns a function that saves it again with changed episodes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "game.py").write_text(GAME)
-    config = resolve({"env": "game.py:Game", "name": "game", "steps": 2})
-    folder = RunFolder(tmp_path / "runs" / "game")
-    folder.create()
-    (folder.path / "config.yaml").write_text(config.to_yaml())
+    folder, made = run_folder({"env": "game.py:Game", "name": "game", "steps": 2})
 
     async def episodes(step):
-        async with config.stages[0].make_spec() as spec:
-            tasks = [await spec.tasks("train").get(number) for number in range(3)]
-            settings = {"max_model_len": 64, "seed": 0, "deterministic": True}
-            runner = Runner(spec, Says(NoRenderer(), AgentConfig()), None, RolloutConfig(), **settings)
-            plan = SamplingPlan(f"step-{step:06d}-0", SamplingParams(max_tokens=1), 2, "group")
-            return [episode for group in await runner.roll_out(tasks, plan) for episode in group.episodes]
+        async with made as spec:
+            return await episodes_of(spec, Says(NoRenderer(), AgentConfig()), step)
 
     recorded = {step: asyncio.run(episodes(step)) for step in (1, 2)}
     for step, of_step in recorded.items():
@@ -76,6 +91,22 @@ def run(tmp_path, monkeypatch):
         write_rollouts(folder.rollout_file(2), recorded[2])
 
     return save
+
+
+class Answers(Agent):
+    """Takes the turns of a demonstration of its environment, and for the second member other words before them."""
+
+    def __init__(self, spec):
+        super().__init__(NoRenderer(), AgentConfig())
+        self.spec = spec
+
+    async def run(self, env, task, sampler, *, seed):
+        try:
+            turns = self.spec.spec_for(task).demonstrations(task, seed)
+        except ConfigError:  # it has none
+            turns = [str(task.answer)] * 9
+        actions = [*[action_of(f"no, {seed}", ()) for _ in range(seed % 2)], *[action_of(turn, ()) for turn in turns]]
+        return await ScriptedEpisode(task, seed, script_of(actions)).play(env)
 
 
 def replay(capsys, *words, status):
@@ -152,3 +183,25 @@ def test_what_cannot_be_replayed_says_so(run, capsys, tmp_path):
     for step in (1, 2):
         RunFolder(tmp_path / "runs" / "game").rollout_file(step).unlink()
     assert "holds no episodes" in error("game")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("id", sorted({*SHIPPED} - {"recorded-v0"}))  # of which nothing is sampled
+def test_what_ships_repeats(id, tmp_path, monkeypatch, capsys, serving, tiny_reward_model):
+    monkeypatch.chdir(tmp_path)
+
+    async def replayed():
+        async with serving(judgement) as url:
+            settings = NEED[id](url) if id in NEED else {}
+            if id == "process_reward_model-v0":
+                settings = {"model": str(process_reward_model(tiny_reward_model, tmp_path))}
+            rows = data(tmp_path, id) if id in TAKE_DATA else {}
+            folder, made = run_folder({"env": {"name": id, **settings}, "name": "shipped", "steps": 1, **rows})
+            async with made as spec, start_services(spec, eager=False):
+                episodes = await episodes_of(spec, Answers(spec), 1)
+            write_rollouts(folder.rollout_file(1), episodes)
+            assert not [episode.outcome for episode in episodes if episode.reward is None]
+            return await asyncio.to_thread(main, ["replay", "shipped"])
+
+    assert asyncio.run(replayed()) == 0
+    assert "6 of 6 episodes of runs/shipped/rollouts/step_000001.parquet repeat exactly" in capsys.readouterr().out
