@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import os
 import subprocess
@@ -98,6 +97,7 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
     from envgym.models.fresh import FreshModelConfig, make_fresh_model
     from envgym.monitoring.metrics import rollout_metrics
     from envgym.processes.child import message_parts
+    from envgym.processes.garbage import rare_collections
     from envgym.processes.local import LocalRuntime
     from envgym.rollout.attempts import LocalAttempts
     from envgym.rollout.config import RolloutConfig
@@ -142,28 +142,27 @@ async def measured(tokens: int, turns: int, repeats: int) -> dict[str, Any]:
         file = Path(folder, "rollouts.parquet")
         times: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
         await shards.start()
-        gc.collect()
-        gc.freeze()  # as a run does
-        for round in range(repeats + 1):
-            tasks = [Task(f"{round}-{index}") for index in range(n)]
-            for part, leader in (("shards", sharded), ("", runner)):
-                began, computed = time.perf_counter(), time.process_time()
+        with rare_collections():  # as a run does
+            for round in range(repeats + 1):
+                tasks = [Task(f"{round}-{index}") for index in range(n)]
+                for part, leader in (("shards", sharded), ("", runner)):
+                    began, computed = time.perf_counter(), time.process_time()
 
-                def note(name: str, part: str = part, began: float = began, computed: float = computed) -> None:
-                    words = (name, part) if part else (name,)
-                    times["_".join(words)].append((time.perf_counter() - began, time.process_time() - computed))
+                    def note(name: str, part: str = part, began: float = began, computed: float = computed) -> None:
+                        words = (name, part) if part else (name,)
+                        times["_".join(words)].append((time.perf_counter() - began, time.process_time() - computed))
 
-                groups = await leader.roll_out(tasks, plan)
-                note("playing")
-                episodes = [episode for group in groups for episode in group.episodes]
-                await leader.attempts.write(partial(write_rollouts, file, episodes))
-                rollout_metrics(groups)
-                rows = learner.prepare(number_rows(groups))
-                learner.metrics(rows)
-                message_parts([row.without_record() for row in rows])
-                note("whole")
-                check(groups, tokens, turns)
-                del groups, episodes, rows
+                    groups = await leader.roll_out(tasks, plan)
+                    note("playing")
+                    episodes = [episode for group in groups for episode in group.episodes]
+                    await leader.attempts.write(partial(write_rollouts, file, episodes))
+                    rollout_metrics(groups)
+                    rows = learner.prepare(number_rows(groups))
+                    learner.metrics(rows)
+                    message_parts([row.without_record() for row in rows])
+                    note("whole")
+                    check(groups, tokens, turns)
+                    del groups, episodes, rows
         await shards.close()
         await runtime.close()
     return {

@@ -189,6 +189,7 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
     from envgym.engines.pool import EngineClient
     from envgym.engines.spec import EngineSpec
     from envgym.envs.math_verify import MathVerify, MathVerifyEnv
+    from envgym.processes.garbage import rare_collections
     from envgym.processes.local import LocalRuntime
     from envgym.render import load_tokenizer, make_renderer
     from envgym.rollout.config import RolloutConfig
@@ -218,30 +219,29 @@ async def ours(job: dict[str, Any], folder: Path) -> None:
         agent = MultiTurn(renderer, MultiTurnConfig())
         runner = Runner(spec, agent, engine, RolloutConfig(), max_model_len=context, seed=0, deterministic=False)
         play = SamplingPlan("train", SamplingParams(max_tokens=job["max_tokens"], stop_token_ids=stop), GROUP_SIZE)
-        gc.collect()
-        gc.freeze()  # as a run does
-        tell({})
-        for rollout in itertools.count():
-            if not await asyncio.to_thread(sys.stdin.readline):
-                break
-            tasks = [await spec.tasks("train").get(rollout * job["tasks"] + index) for index in range(job["tasks"])]
-            drawn = [lognormal(rng, job["max_tokens"]) for _ in range(n)]
-            lengths = iter(drawn)
-            began = time.perf_counter()
-            groups = await runner.roll_out(tasks, play)
-            seconds = time.perf_counter() - began
-            episodes = [episode for group in groups for episode in group.episodes]
-            assert not any(episode.failed for episode in episodes), {episode.outcome for episode in episodes}
-            asked = []
-            for episode in episodes:
-                prompt, answer = episode.rows[0].segments
-                assert answer.logprobs is not None
-                limit = job["max_tokens"] if is_starter else len(answer.token_ids)
-                asked.append({"prompt": list(prompt.token_ids), "max_tokens": limit, "stop": stop})
-            assert is_starter or sorted(request["max_tokens"] for request in asked) == sorted(drawn)
-            (folder / "asked.json").write_text(json.dumps(asked))
-            tokens = sum(episode.rows[0].n_action_tokens for episode in episodes)
-            tell({"seconds": seconds, "tokens": tokens, "rate": tokens / seconds})
+        with rare_collections():  # as a run does
+            tell({})
+            for rollout in itertools.count():
+                if not await asyncio.to_thread(sys.stdin.readline):
+                    break
+                tasks = [await spec.tasks("train").get(rollout * job["tasks"] + index) for index in range(job["tasks"])]
+                drawn = [lognormal(rng, job["max_tokens"]) for _ in range(n)]
+                lengths = iter(drawn)
+                began = time.perf_counter()
+                groups = await runner.roll_out(tasks, play)
+                seconds = time.perf_counter() - began
+                episodes = [episode for group in groups for episode in group.episodes]
+                assert not any(episode.failed for episode in episodes), {episode.outcome for episode in episodes}
+                asked = []
+                for episode in episodes:
+                    prompt, answer = episode.rows[0].segments
+                    assert answer.logprobs is not None
+                    limit = job["max_tokens"] if is_starter else len(answer.token_ids)
+                    asked.append({"prompt": list(prompt.token_ids), "max_tokens": limit, "stop": stop})
+                assert is_starter or sorted(request["max_tokens"] for request in asked) == sorted(drawn)
+                (folder / "asked.json").write_text(json.dumps(asked))
+                tokens = sum(episode.rows[0].n_action_tokens for episode in episodes)
+                tell({"seconds": seconds, "tokens": tokens, "rate": tokens / seconds})
     await runtime.close()
 
 

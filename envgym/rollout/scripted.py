@@ -95,8 +95,8 @@ class ScriptedEpisode:
         for turn in self.turns:
             transcript.add_demonstration(turn.action.token_ids, turn.action.stop_reason)
             transcript.add_reward(turn.reward, turn.info)
-            said = Message("assistant", turn.action.text, tool_calls=turn.action.tool_calls)
-            transcript.messages += [said, *observed_messages(turn.observation)]
+            answer = Message("assistant", turn.action.text, tool_calls=turn.action.tool_calls)
+            transcript.messages += [answer, *observed_messages(turn.observation)]
             if turn.terminated or turn.truncated:
                 outcome = Outcome.from_step(turn.terminated, turn.truncated)
         return transcript.episode(self.task, outcome)

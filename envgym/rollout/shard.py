@@ -20,6 +20,7 @@ from envgym.errors import WorkerDied, report_full_disk
 from envgym.images import ImageFolder
 from envgym.processes.callbacks import SUBJECT, CallsBack, ForwardingClient
 from envgym.processes.cancellation import wait_for_end
+from envgym.processes.garbage import rare_collections
 from envgym.processes.runtime import Reference
 from envgym.processes.watch import LoopWatch
 from envgym.services.start import with_parts
@@ -115,6 +116,7 @@ class RolloutShard(CallsBack):
                 deterministic=shard.deterministic,
                 forks=False,  # the controller does not say when a group has ended
             )
+            self._closing.enter_context(rare_collections())
         finally:
             self._end_requests(subject)
         return os.getpid()

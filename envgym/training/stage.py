@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -32,6 +31,7 @@ from envgym.models.vision import save_tokenizer
 from envgym.monitoring.report import plot
 from envgym.monitoring.trackers import RunInfo, Trackers, run_id
 from envgym.placement.memory import model_folder
+from envgym.processes.garbage import rare_collections
 from envgym.registry import task_set_of
 from envgym.run_folder import RunFolder
 
@@ -83,10 +83,7 @@ async def run_stage(config: RunConfig, stage: StageConfig, folder: RunFolder, di
             interrupts.listen(trainer.stop.set)
             seconds = trainer.progress.seconds
             seconds["start"] = seconds.get("start", 0.0) + time.monotonic() - state.start_time  # adds up over resumes
-            # Objects that exist now live to the end: a full collection need not scan them at every step.
-            gc.collect()
-            gc.freeze()
-            stack.callback(gc.unfreeze)
+            stack.enter_context(rare_collections())
             await trainer.run()
             display.phase("saving the policy")
             save_start = time.monotonic()
