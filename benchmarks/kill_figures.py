@@ -12,7 +12,7 @@ def main() -> None:
     rows = []
     for name, part in stored.items():
         killed = ", ".join(f"{victim} {count}" for victim, count in part["killed"].items())
-        seconds = " / ".join(f"{part['seconds'][name]:.0f}" for name in ("median", "p90", "most"))
+        seconds = " / ".join(f"{part['seconds'][name]:.1f}" for name in ("median", "p90", "most"))
         figures = (part["kills"], part["steps"], part["tasks"], part["failed_episodes"])
         rows.append([name, killed, *map(str, figures), seconds])
     header = [

@@ -214,7 +214,10 @@ class Soak:
         if process is None:  # it starts again, or the run does
             victim, process = "controller", psutil.Process(run.pid)
         family = psutil.Process(run.pid).children(recursive=True)
-        process.kill()
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:  # it has ended by itself
+            return self.kill(victim, waits=waits)
         began, step = time.monotonic(), self.step
         if victim == "controller" or victim.startswith("actor"):
             run.wait(60)
