@@ -41,7 +41,10 @@ def clean_table() -> str:
     """The runs without a bug, and what they raised."""
     stored = json.loads((ROOT / "tests" / "results" / "clean_runs.json").read_text())
     runs, before = stored["runs"], stored["before"]
-    earlier = ", ".join(f"{name} ({', '.join(alarms)})" for name, alarms in before["raised"].items())
+    earlier = "; ".join(
+        f"of {series['runs']}, " + ", ".join(f"{name} ({', '.join(alarms)})" for name, alarms in series["raised"].items())
+        for series in before
+    )
     finished = {name: run for name, run in runs.items() if not run["error"]}
     raised = {name: [alarm for _, alarm, _ in run["laws"]] for name, run in finished.items() if run["laws"]}
     others = sum(bool(run["alerts"]) for run in finished.values())
@@ -51,9 +54,9 @@ def clean_table() -> str:
     none = f"None raised an alert of this kind, which bounds the share of such runs that do at {share:.0%} (95 %)."
     return (
         f"{len(finished)} runs, of {steps} steps in all. {f'These raised an alert: {named}.' if raised else none} "
-        f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation. The same "
-        f"{before['runs']} runs at other seeds came before: {len(before['raised'])} raised such an alert, {earlier}. "
-        "Their laws were then corrected, and all runs repeated at new seeds."
+        f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation. Earlier series, "
+        f"at other seeds, raised alerts in these runs: {earlier}. After each the laws were corrected, and all runs were "
+        "repeated at new seeds."
     )
 
 

@@ -102,7 +102,7 @@ def main(names: list[str]) -> None:
         for number, (name, words) in enumerate(runs(folder)):
             if name in stored["runs"] or (names and name not in names):
                 continue
-            seed, start = 2000 + number, time.monotonic()
+            seed, start = 4000 + number, time.monotonic()
             result = run(words, folder, steps=STEPS, seed=seed)
             raised = [[step, alarm, text] for step, alarm, text in result.alarms]
             stored["runs"][name] = {
