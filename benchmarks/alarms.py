@@ -41,10 +41,10 @@ def clean_table() -> str:
     """The runs without a bug, and what they raised."""
     stored = json.loads((ROOT / "tests" / "results" / "clean_runs.json").read_text())
     runs, before = stored["runs"], stored["before"]
-    earlier = "; ".join(
-        f"of {series['runs']}, " + ", ".join(f"{name} ({', '.join(alarms)})" for name, alarms in series["raised"].items())
-        for series in before
-    )
+    earlier = list[str]()
+    for series in before:
+        raised_before = (f"{name} ({', '.join(alarms)})" for name, alarms in series["raised"].items())
+        earlier.append(f"of {series['runs']}, {', '.join(raised_before)}")
     finished = {name: run for name, run in runs.items() if not run["error"]}
     raised = {name: [alarm for _, alarm, _ in run["laws"]] for name, run in finished.items() if run["laws"]}
     others = sum(bool(run["alerts"]) for run in finished.values())
@@ -55,8 +55,8 @@ def clean_table() -> str:
     return (
         f"{len(finished)} runs, of {steps} steps in all. {f'These raised an alert: {named}.' if raised else none} "
         f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation. Earlier series, "
-        f"at other seeds, raised alerts in these runs: {earlier}. After each the laws were corrected, and all runs were "
-        "repeated at new seeds."
+        f"at other seeds, raised alerts in these runs: {'; '.join(earlier)}. After each series the laws were corrected, "
+        "and all runs were repeated at new seeds."
     )
 
 

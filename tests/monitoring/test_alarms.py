@@ -47,7 +47,7 @@ FIRES = {
     "feedback_in_loss": [0.0, 0.3],
     "feedback_as_answer": [0.0, 0.25],
     "stale_weights": [0.0, 0.98],
-    "stale_samples": [0.001, 0.001, 4.0],
+    "stale_samples": [0.001, 0.001, 8.0],
     "stale_versions": [0.0, 1.0],
     "sampling_distribution": [40.0],
     "sampling_surprise": [-4.0, -1.0, -5.0],
@@ -98,7 +98,7 @@ HEALTHY = {
     "feedback_in_loss": [0.0] * 30,
     "feedback_as_answer": [0.0] * 30,
     "stale_weights": noisy(0.0, 0.4),  # of an update that is less than the rounding of 16 bits
-    "stale_samples": [0.3, *noisy(0.5, 0.4)],
+    "stale_samples": [0.25, *noisy(1.3, 1.0)],
     "stale_versions": [0.0] * 30,
     "sampling_distribution": [2.0, *noisy(3.0, 3.0)],  # what comes later has other causes
     "sampling_surprise": [RNG.gauss(0, 1) for _ in range(1000)],
