@@ -54,9 +54,9 @@ def clean_table() -> str:
     none = f"None raised an alert of this kind, which bounds the share of such runs that do at {share:.0%} (95 %)."
     return (
         f"{len(finished)} runs, of {steps} steps in all. {f'These raised an alert: {named}.' if raised else none} "
-        f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation. Earlier series, "
-        f"at other seeds, raised alerts in these runs: {'; '.join(earlier)}. After each series the laws were corrected, "
-        "and all runs were repeated at new seeds."
+        f"{others} raised an alert about their learning: rewards that do not vary, entropy, truncation. Earlier "
+        f"series, at other seeds, raised alerts in these runs: {'; '.join(earlier)}. After each series the laws were "
+        "corrected, and all runs were repeated at new seeds."
     )
 
 
