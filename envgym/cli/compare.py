@@ -53,7 +53,7 @@ def _text(comparison: Comparison, gate: Sequence[tuple[str, str]]) -> str:
     if (suite := comparison.suite) is None:
         summary.append(("difference", f"none of the whole: {', '.join(comparison.unpaired)} cannot be compared"))
     else:
-        size = f"{suite['n_tasks']} tasks"
+        size = f"{suite['n_tasks']} pairs"
         summary.append(("difference", f"{_difference(suite)}   B less A, 95% interval, {size}"))
         summary.append(("p", _p(suite["p_value"])))
         if suite["detectable"] is not None:
@@ -89,8 +89,8 @@ def _flipped(flips: Sequence[Any]) -> list[str]:
     """A line on the tasks that flipped to done, and one on those that flipped back."""
     lines = []
     for word, tasks in (
-        ("now done", [f.task for f in flips if f.b > f.a]),
-        ("no longer done", [f.task for f in flips if f.b < f.a]),
+        ("now done", [*dict.fromkeys(f.task for f in flips if f.b > f.a)]),
+        ("no longer done", [*dict.fromkeys(f.task for f in flips if f.b < f.a)]),
     ):
         if tasks:
             ellipsis = f" and {len(tasks) - SHOWN_FLIPS} more" if len(tasks) > SHOWN_FLIPS else ""
