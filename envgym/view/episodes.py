@@ -27,7 +27,7 @@ OUTCOME = {"status": "outcome.status", "reason": "outcome.reason"}
 CACHED = 4
 """Number of files whose lists are cached."""
 HISTORY = 4
-"""Maximum number of a task's episodes per step in its history."""
+"""Maximum number of a task's episodes per step and pass in its history."""
 TOKENS = 65536
 """Number of cached token texts."""
 LONGEST = 1000
@@ -346,15 +346,18 @@ def _values_by_task(side: Listing, field: str) -> dict[str, list[tuple[int, floa
 
 
 def task_history(source: Source, step: int, index: int) -> list[dict[str, Any]]:
-    """The episodes of the same task at all steps of a source, by step: the `index` of each in its file, its reward,
-    score and status, and its `beginning`."""
-    name = _task_names(listing(source, step))[index]
+    """The episodes of the same task at all steps of a source, by step, of each pass of an evaluation: the `index` of
+    each in its file, its group, reward, score and status, and its `beginning`."""
+    key = listing(source, step).column("key")[index]
     lines = []
     for number in sorted(source.files()):
-        side = listing(source, number)
-        indices = [index for index, task in enumerate(_task_names(side)) if task == name][:HISTORY]
+        side, by_pass = listing(source, number), dict[str, list[int]]()
+        for position, (group, task) in enumerate(zip(side.column("group"), side.column("key"), strict=True)):
+            if task == key:
+                by_pass.setdefault(group.rpartition("/")[0], []).append(position)
+        indices = [position for positions in by_pass.values() for position in positions[:HISTORY]]
         for position, texts in zip(indices, side.beginnings(indices), strict=True):
             columns = side.slice(position, 1)
-            line = {column: columns[column][0] for column in ("reward", "score", "status")}
+            line = {column: columns[column][0] for column in ("group", "reward", "score", "status")}
             lines.append({"step": number, "index": position, "beginning": texts, **line})
     return lines

@@ -169,6 +169,21 @@ def test_what_the_policy_said_to_a_held_out_task_before_and_after(run, tmp_path,
             ["step 0", "0", "0", "no idea"],
             ["step 1", "1", "1", "3"],
         ]  # without greedy
+        main.get_by_role("link", name="see greedy").click()
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
+        assert "pass greedy see sampled wanted 3" in main.inner_text()
+        main.get_by_role("link", name="step 1").first.click()
+        page.wait_for_selector(".fact:has-text('greedy')")
+        assert "pass\ngreedy" in main.locator(".facts").inner_text()
+        opened(page, url, "list/runs%2Ffirst%2Fheld_out/1")
+        assert main.locator("a.row [data-of=key]").all_inner_texts() == [
+            "greedy · train-3",
+            "sampled · train-2",
+            "sampled · train-3",
+        ]
+        main.get_by_label("Pass").select_option("greedy")
+        assert main.locator("a.row").count() == 1
+        assert "pass=greedy" in page.url
 
 
 FIRST = "runs%2Ffirst"

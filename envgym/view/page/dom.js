@@ -90,6 +90,11 @@ export async function copy(text, message) {
   }
 }
 
+/** The pass of an evaluation in a run that a group belongs to: sampled or greedy; empty for any other group. @param {any} group @returns {string} */
+export function passOf(group) {
+  return /** @type {Record<string, string>} */ ({ eval: "sampled", "eval-greedy": "greedy" })[String(group).split("/")[0]] || "";
+}
+
 /** A score with its interval, as in the terminal. @param {any} value @returns {string} */
 export function scored(value) {
   const fixed = (/** @type {any} */ number) => (typeof number === "number" ? number.toFixed(3).replace("-", "−") : "–");

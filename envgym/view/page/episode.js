@@ -1,6 +1,6 @@
 // One episode, as a conversation or as tokens; the episodes of its group next to each other.
 import { ask, isExport, listOf } from "./api.js";
-import { commandLine, copy, ending, fact, h, link, num, plain, quoted } from "./dom.js";
+import { commandLine, copy, ending, fact, h, link, num, passOf, plain, quoted } from "./dom.js";
 import { strip } from "./lanes.js";
 import { walk } from "./list.js";
 
@@ -148,7 +148,7 @@ export async function episode(main, id, step, index, query, remember) {
   const commands = h("div"), run = id.replace(/\/held_out$/, ""), history = run === id || isExport() ? "" : h("a", { class: "button", href: link("task", id, step, index) }, "This task over the run");
   if (!isExport()) ask("run", run).then((info) => commands.replaceChildren(...commandsOf(info, id, record).map(commandLine)), () => {});
   const button = (/** @type {string} */ text, /** @type {number | undefined} */ n) => h("button", { type: "button", disabled: n === undefined, onclick: () => go(n) }, text);
-  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("dl", { class: "facts" }, record.parent ? fact("branch of", `${plain(record.parent, 200)} after turn ${num(record.parent_turn)}`) : "", fact("outcome", h("span", { class: `state ${record.outcome.status}` }, plain(ending(record.outcome), 300))),
+  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("dl", { class: "facts" }, record.parent ? fact("branch of", `${plain(record.parent, 200)} after turn ${num(record.parent_turn)}`) : "", passOf(record.group) ? fact("pass", passOf(record.group)) : "", fact("outcome", h("span", { class: `state ${record.outcome.status}` }, plain(ending(record.outcome), 300))),
     Object.entries(numbers).map(([name, value]) => fact(plain(name, 60), num(value))), fact("tokens", num(record.listed.tokens?.[0])), fact("seconds", num(record.seconds)),
     record.answer === null || record.answer === undefined ? "" : fact("parsed answer", plain(record.answer, 200)), record.task.answer === null || record.task.answer === undefined ? "" : fact("reference answer", plain(typeof record.task.answer === "string" ? record.task.answer : JSON.stringify(record.task.answer), 200))),
   h("div", { class: "tools" }, button("‹ previous", position > 0 ? neighbor(-1) : undefined), button("next ›", neighbor(1)), h("span", { class: "hint" }, `${num(position + 1)} of ${num(walk.order.length)}`), viewButtons, colorButtons, siblings, history, h("button", { type: "button", onclick: () => copy(JSON.stringify(record), "the episode is copied") }, "Copy JSON")), timeline, body, commands);
@@ -226,14 +226,15 @@ function sideBySide(id, members) {
   conversation({ ...member, messages: answers[position] }, id, common[position])))));
 }
 
-/** A task's episodes over the steps of a run: the first and the last next to each other, and all in a table.
+/** A task's episodes over the steps of a run, of one pass, with a link to the other pass: the first and the last next to each other, and all in a table.
  * @param {HTMLElement} main @param {string} id @param {number} step @param {number} index @returns {Promise<void>} */
 export async function task(main, id, step, index) {
-  const [record, lines] = await Promise.all([ask("episode", id, step, index), ask("history", id, step, index)]);
+  const [record, history] = await Promise.all([ask("episode", id, step, index), ask("history", id, step, index)]);
+  const pass = passOf(record.group), lines = history.filter((/** @type {any} */ line) => passOf(line.group) === pass), other = history.findLast((/** @type {any} */ line) => passOf(line.group) !== pass);
   const ends = await Promise.all([lines[0], lines.at(-1)].map(async (line) => [await ask("episode", id, line.step, line.index), line.step, line.index, `step ${line.step}`]));
   const prompt = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
   main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined, id))),
-    h("p", null, "wanted ", h("b", null, lines[0].beginning[2] || "–")), sideBySide(id, /** @type {any} */ (ends)),
+    h("p", null, pass ? ["pass ", h("b", null, pass), " "] : "", other ? [h("a", { href: link("task", id, other.step, other.index) }, `see ${passOf(other.group)}`), " "] : "", "wanted ", h("b", null, lines[0].beginning[2] || "–")), sideBySide(id, /** @type {any} */ (ends)),
     h("div", { class: "wide" }, h("table", { class: "settings" }, h("thead", null, h("tr", null, ["step", "reward", "score", "answered", "completion"].map((heading) => h("th", null, heading)))),
       h("tbody", null, lines.map((/** @type {any} */ line) => h("tr", null, h("td", null, h("a", { href: link("episode", id, line.step, line.index) }, `step ${line.step}`)), h("td", null, num(line.reward)), h("td", null, num(line.score)), h("td", null, plain(line.beginning[3], 80)), h("td", null, plain(line.beginning[1], 200))))))));
 }

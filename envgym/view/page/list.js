@@ -1,7 +1,7 @@
 // The list of a step's episodes, filtered and sorted.
 import { ask, isExport, listOf } from "./api.js";
 import { histogram } from "./charts.js";
-import { color, fact, h, lasting, link, notify, num, plain, scored, setting } from "./dom.js";
+import { color, fact, h, lasting, link, notify, num, passOf, plain, scored, setting } from "./dom.js";
 
 const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", false], ["reward", "reward", true], ["score", "score", true], ["status", "outcome", false],
   ["tokens", "tokens", true], ["turns", "turns", true], ["member", "member", true], ["surprise", "surprise", true], ["seconds", "seconds", true]]);
@@ -16,7 +16,7 @@ export const walk = { key: "", order: [] };
  * @returns {Promise<() => void>} */
 export async function list(main, id, step, query, remember) {
   const info = await ask("run", id).catch(() => ({ steps: [] }));
-  const state = { sort: query.get("sort") || "", down: query.get("down") === "1", status: query.get("status") || "", env: query.get("env") || "", task: query.get("task") || "", text: query.get("text") || "",
+  const state = { sort: query.get("sort") || "", down: query.get("down") === "1", status: query.get("status") || "", env: query.get("env") || "", pass: query.get("pass") || "", task: query.get("task") || "", text: query.get("text") || "",
     range: /** @type {[number, number] | null} */ (query.has("low") ? [Number(query.get("low")), Number(query.get("high"))] : null) };
   const bars = h("div"), count = h("span", { class: "hint", role: "status" }), rows = h("div", { class: "rows" });
   const head = h("div", { class: "row head", role: "row" }), view = h("div", { class: "list", tabindex: "0", role: "table", "aria-label": "Episodes" }, head, rows);
@@ -25,13 +25,14 @@ export async function list(main, id, step, query, remember) {
   const rowHeight = () => parseInt(color("--row-height")) || 46; // 700,000 rows of 46 stay below the largest height of an element
   const status = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Outcome" }));
   const envs = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Environment", hidden: true }));
+  const passes = /** @type {HTMLSelectElement} */ (h("select", { "aria-label": "Pass", hidden: true }));
   const result = info.kind === "evaluation" && info.summary.n_tasks !== undefined ? info.summary : null;
   const facts = result && h("dl", { class: "facts" }, fact("score, 95% interval", scored(result)), Object.keys(result.envs || {}).length < 2 ? "" : Object.entries(result.envs).map(([name, part]) => fact(plain(name, 80), scored(part))), fact("model", setting(result.model)), fact("tasks", num(result.n_tasks)),
     fact("truncated", num(result.truncated)), fact("failed", num(Object.values(result.failures || {}).reduce((/** @type {number} */ sum, /** @type {any} */ count) => sum + count, 0))), fact("duration", lasting(result.seconds)));
   const position = info.steps.indexOf(step);
   const stepLink = (/** @type {number} */ n, /** @type {string} */ text) => info.steps[n] === undefined || position < 0 ? "" : h("a", { class: "button", href: link("list", id, info.steps[n]) }, text);
   main.replaceChildren(h("h1", null, info.kind === "run" ? `Step ${step}` : info.kind === "held-out" ? `Held-out tasks at step ${step}` : "Episodes"), facts || "", h("div", { class: "tools" }, stepLink(position - 1, "‹ previous step"), stepLink(position + 1, "next step ›"),
-    info.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, tasks, status, envs, count), bars, view);
+    info.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, tasks, status, envs, passes, count), bars, view);
   /** @type {any} */
   let columns = { id: [] };
   /** @type {number[]} */
@@ -50,6 +51,7 @@ export async function list(main, id, step, query, remember) {
       if (state.status === MISGRADED ? !misgraded?.has(n) : state.status === "wrong" ? !(grade(n) < 1) : state.status && outcome(n) !== state.status && columns.status[n] !== state.status) continue;
       if (task && !columns.key[n].toLowerCase().includes(task)) continue;
       if (state.env && columns.env[n] !== state.env) continue;
+      if (state.pass && passOf(columns.group[n]) !== state.pass) continue;
       if (state.range && !(reward(n) >= state.range[0] && reward(n) <= state.range[1])) continue;
       if (matches && !matches.has(n)) continue;
       order.push(n);
@@ -102,7 +104,7 @@ export async function list(main, id, step, query, remember) {
     row.style.transform = `translateY(${top}px)`;
     for (let cell = 0; cell < COLUMNS.length; cell++) {
       const [name, , isNumber] = COLUMNS[cell], element = /** @type {HTMLElement} */ (row.children[cell]);
-      element.textContent = isNumber ? num(columns[name][n]) : name === "key" ? plain(columns.key[n], 200) : outcome(n).replaceAll("_", " ");
+      element.textContent = isNumber ? num(columns[name][n]) : name === "key" ? plain(passes.hidden ? columns.key[n] : [passOf(columns.group[n]), columns.key[n]].filter(Boolean).join(" · "), 200) : outcome(n).replaceAll("_", " ");
       if (name === "status") element.className = `state ${grade(n) < 1 && columns.status[n] === "completed" ? "" : columns.status[n]}`;
     }
     const [question = "", completion = "", wanted = "", answer = ""] = beginnings.get(n) || [];
@@ -119,6 +121,7 @@ export async function list(main, id, step, query, remember) {
     if (state.sort) { next.set("sort", state.sort); if (state.down) next.set("down", "1"); }
     if (state.status) next.set("status", state.status);
     if (state.env) next.set("env", state.env);
+    if (state.pass) next.set("pass", state.pass);
     if (state.task) next.set("task", state.task);
     if (state.text) next.set("text", state.text);
     if (state.range) { next.set("low", String(state.range[0])); next.set("high", String(state.range[1])); }
@@ -131,6 +134,9 @@ export async function list(main, id, step, query, remember) {
     const names = [...new Set(columns.env)];
     envs.hidden = names.length < 2;
     envs.replaceChildren(...["", ...names].map((env) => h("option", { value: env, selected: env === state.env }, env ? plain(env, 80) : "all environments")));
+    const kindsOfPass = [...new Set(columns.group.map(passOf))].filter(Boolean);
+    passes.hidden = kindsOfPass.length < 2;
+    passes.replaceChildren(...["", ...kindsOfPass].map((pass) => h("option", { value: pass, selected: pass === state.pass }, pass || "both passes")));
     bars.replaceChildren(histogram(columns.reward, (range) => { state.range = range; saveState(); draw(); arrange(); }, state.range));
   }
   async function runSearch() {
@@ -150,13 +156,14 @@ export async function list(main, id, step, query, remember) {
   tasks.addEventListener("input", () => { state.task = tasks.value.trim(); saveState(); arrange(); });
   status.addEventListener("change", () => { state.status = status.value; saveState(); runStatus().catch((error) => notify(error.message)); });
   envs.addEventListener("change", () => { state.env = envs.value; saveState(); arrange(); });
+  passes.addEventListener("change", () => { state.pass = passes.value; saveState(); arrange(); });
   view.addEventListener("scroll", () => requestAnimationFrame(paint), { passive: true });
   const resize = new ResizeObserver(arrange);
   resize.observe(view);
   drawHead();
   let parts = 0;
   await new Promise((resolve, reject) => {
-    listOf(id, step, (part) => { columns = part.columns; if (!isOver && (parts++ === 0 || parts % 4 === 0)) arrange(); if (parts === 1) { draw(); resolve(null); } }).then(() => {
+    listOf(id, step, (part) => { columns = part.columns; if (parts === 0) draw(); if (!isOver && (parts++ === 0 || parts % 4 === 0)) arrange(); resolve(null); }).then(() => {
       if (!isOver) { draw(); runStatus().catch((error) => notify(error.message)); if (state.text) runSearch().catch((error) => notify(error.message)); }
     }, reject);
   });
