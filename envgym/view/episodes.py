@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from envgym.episodes.record import excerpt
 from envgym.errors import DataError
@@ -28,10 +28,14 @@ CACHED = 4
 """Number of files whose lists are cached."""
 HISTORY = 4
 """Maximum number of a task's episodes per step and pass in its history."""
+PASSES = ("eval", "eval-greedy")
+"""The passes of an evaluation in a run: the parts of its groups' ids before the number."""
 TOKENS = 65536
 """Number of cached token texts."""
 LONGEST = 1000
 """Maximum characters of a token's text."""
+_Values: TypeAlias = list[tuple[int, float]]
+"""A task's episodes: the index and the score of each."""
 
 
 class Listing:
@@ -310,35 +314,45 @@ def lanes(source: Source, step: int) -> dict[str, Any]:
     return events
 
 
-def compare_episodes(a: Listing, b: Listing) -> dict[str, Any]:
-    """Compare B with A, task by task, by their scores, or by their rewards if neither has scores. The answer has the
-    paired difference, and of each task both means and the indices of its episodes; the task with the largest
-    difference comes first."""
-    from envgym.evaluation.paired import paired_difference
-
+def compare_episodes(a: Listing, b: Listing) -> list[dict[str, Any]]:
+    """Compare B with A, task by task, by their scores, or by their rewards if neither has scores. Evaluations in a run
+    are compared pass by pass, as sampled and greedy episodes have means of their own; anything else has one
+    comparison, of the pass "". Each has the paired difference, and of each task both means and the indices of its
+    episodes; the task with the largest difference comes first."""
     field = "score" if any(value is not None for value in (*a.column("score"), *b.column("score"))) else "reward"
     sides = [_values_by_task(side, field) for side in (a, b)]
-    scores = [{key: [value for _, value in values] for key, values in side.items()} for side in sides]
-    # Greedy or not, the problem is the same.
-    problems = {key: key.rpartition(": ")[2] for side in scores for key in side}
+    comparisons = []
+    for part in PASSES:
+        prefix = f"{part}: "
+        pair = [{k.removeprefix(prefix): v for k, v in side.items() if k.startswith(prefix)} for side in sides]
+        if all(pair):
+            comparisons.append({"pass": part, "of": field, **_comparison(*pair)})
+    return comparisons or [{"pass": "", "of": field, **_comparison(*sides)}]
+
+
+def _comparison(a: Mapping[str, _Values], b: Mapping[str, _Values]) -> dict[str, Any]:
+    from envgym.evaluation.paired import paired_difference
+
+    scores = [{key: [value for _, value in values] for key, values in side.items()} for side in (a, b)]
+    problems = {key: key.rpartition(": ")[2] for side in scores for key in side}  # alike in all parts of an evaluation
     paired = paired_difference(scores[0], scores[1], clusters=problems).as_dict()
     tasks: list[dict[str, Any]] = []
-    for key in sides[0].keys() & sides[1].keys():
+    for key in a.keys() & b.keys():
         means = [sum(side[key]) / len(side[key]) for side in scores]
-        episodes = [[n for n, _ in values[key]] for values in sides]
+        episodes = [[n for n, _ in values] for values in (a[key], b[key])]
         tasks.append({"key": key, "a": means[0], "b": means[1], "episodes": episodes})
     tasks.sort(key=lambda task: (-abs(task["b"] - task["a"]), task["key"]))
-    return {**paired, "of": field, "tasks": tasks}
+    return {**paired, "tasks": tasks}
 
 
 def _task_names(side: Listing) -> list[str]:
-    """The name of each episode's task; in an evaluation greedy episodes are compared with greedy ones alone."""
+    """The name of each episode's task, with its part of an evaluation before it."""
     parts = zip((group.rpartition("/")[0] for group in side.column("group")), side.column("key"), strict=True)
     return [key if part.startswith(("step-", "rollout-")) or not part else f"{part}: {key}" for part, key in parts]
 
 
-def _values_by_task(side: Listing, field: str) -> dict[str, list[tuple[int, float]]]:
-    values: dict[str, list[tuple[int, float]]] = {}
+def _values_by_task(side: Listing, field: str) -> dict[str, _Values]:
+    values: dict[str, _Values] = {}
     for index, (name, value) in enumerate(zip(_task_names(side), side.column(field), strict=True)):
         if value is not None:
             values.setdefault(name, []).append((index, float(value)))

@@ -190,7 +190,24 @@ def test_swimlanes_are_of_the_recorded_times(tree, page):
 
 
 def test_two_evaluations_are_compared_task_by_task(tree, page):
+    for name, sampled in (("first", 0.0), ("second", 1.0)):  # and two runs' evaluations, in two passes
+        scores = {"eval": [sampled] * 3, "eval-greedy": [0.5, 0.5]}
+        episodes = [made(n, 0, reward=score) for part in scores.values() for n, score in enumerate(part)]
+        for episode, part in zip(episodes, [part for part, values in scores.items() for _ in values], strict=True):
+            episode.group_id = episode.group_id.replace("step-000001-0", part)
+        (tree / "runs" / name / "held_out").mkdir(parents=True)
+        (tree / "runs" / name / "metrics.jsonl").touch()
+        write_rollouts(tree / "runs" / name / "held_out" / "step_000003.parquet", episodes)
     with viewing(tree) as url:
+        main = opened(page, url, "")
+        main.get_by_label("Choose runs/first").check()
+        main.get_by_label("Choose runs/second").check()
+        main.get_by_role("link", name="Compare").click()
+        page.wait_for_selector("h1:has-text('B against A')")
+        assert main.locator("h2").all_inner_texts() == ["sampled episodes", "greedy episodes"]
+        facts = [facts.split("\n")[1:4:2] for facts in main.locator(".facts").all_inner_texts()]
+        assert [[number.split()[0], count] for number, count in facts] == [["1", "3"], ["0", "2"]]
+        assert main.locator("td.key").all_inner_texts() == [f"train-{n}" for n in (0, 1, 2, 0, 1)]
         main = opened(page, url, "")
         main.get_by_label("Choose evals/a").check()
         main.get_by_label("Choose evals/b").check()
