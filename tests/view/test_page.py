@@ -67,6 +67,18 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         assert main.locator(".strip").get_attribute("aria-label") == "waiting 1 s, generating 10 s, environment 1 s"
         page.keyboard.press("u")
         page.wait_for_selector("a.row")
+        assert main.locator("a.row").count() == 1  # the filters stay
+        main.get_by_role("link", name="previous step").click()
+        page.wait_for_selector("h1:text-is('Step 2')")
+        page.wait_for_selector("a.row")
+        assert main.locator("a.row").count() == 1
+        main.get_by_label("Task", exact=True).fill("train-1")
+        main.get_by_label("Outcome").select_option("")
+        main.get_by_role("link", name="next step").click()
+        page.wait_for_selector("h1:text-is('Step 3')")
+        page.wait_for_selector("a.row")
+        assert main.locator("a.row").count() == 4
+        main.get_by_label("Task", exact=True).fill("")
         main.get_by_role("columnheader", name="surprise").click()
         first = main.locator("a.row").first
         assert first.locator("[data-of=member]").inner_text() == "3"  # the member whose tokens were least likely

@@ -4,7 +4,7 @@ import { h, link } from "./dom.js";
 import { episode, group, task } from "./episode.js";
 import { home } from "./home.js";
 import { lanes } from "./lanes.js";
-import { list } from "./list.js";
+import { list, listLink } from "./list.js";
 import { overlay } from "./overlay.js";
 import { run } from "./run.js";
 
@@ -46,7 +46,7 @@ async function show() {
     else if (view === "overlay") { parts.push(["overlay", null]); await overlay(box, [id, ...args]); }
     else if (view === "compare") { parts.push(["compare", null]); await compare(box, id, step, args[1], Number(args[2] || 0)); }
     else {
-      parts.push([id, link("run", id.replace(/\/held_out$/, ""))], [step ? `step ${step}` : "episodes", link("list", id, step)]);
+      parts.push([id, link("run", id.replace(/\/held_out$/, ""))], [step ? `step ${step}` : "episodes", listLink(id, step)]);
       if (view === "list") result = await list(box, id, step, query, remember);
       else if (view === "lanes") { parts.push(["swimlanes", null]); await lanes(box, id, step); }
       else if (view === "group") { parts.push(["group", null]); await group(box, id, step, Number(args[1])); }

@@ -8,9 +8,14 @@ const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", fal
 const TEXTS = ["question", "wanted", "answered", "completion"];
 const MISGRADED = "as wanted, and graded wrong";
 
-/** The order of the list when an episode was opened from it, for the keys "next" and "previous".
- * @type {{key: string, order: number[]}} */
-export const walk = { key: "", order: [] };
+/** The order of the list when an episode was opened from it, for the keys "next" and "previous", and its filters.
+ * @type {{key: string, order: number[], filters: string}} */
+export const walk = { key: "", order: [], filters: "" };
+
+/** A link to a list, with the filters that it had. @param {string} id @param {number} step @returns {string} */
+export function listLink(id, step) {
+  return `${link("list", id, step)}${walk.key === `${id}|${step}` && walk.filters ? `?${walk.filters}` : ""}`;
+}
 
 /** @param {HTMLElement} main @param {string} id @param {number} step @param {URLSearchParams} query @param {(query: URLSearchParams) => void} remember
  * @returns {Promise<() => void>} */
@@ -30,7 +35,7 @@ export async function list(main, id, step, query, remember) {
   const facts = result && h("dl", { class: "facts" }, fact("score, 95% interval", scored(result)), Object.keys(result.envs || {}).length < 2 ? "" : Object.entries(result.envs).map(([name, part]) => fact(plain(name, 80), scored(part))), fact("model", setting(result.model)), fact("tasks", num(result.n_tasks)),
     fact("truncated", num(result.truncated)), fact("failed", num(Object.values(result.failures || {}).reduce((/** @type {number} */ sum, /** @type {any} */ count) => sum + count, 0))), fact("duration", lasting(result.seconds)));
   const position = info.steps.indexOf(step);
-  const stepLink = (/** @type {number} */ n, /** @type {string} */ text) => info.steps[n] === undefined || position < 0 ? "" : h("a", { class: "button", href: link("list", id, info.steps[n]) }, text);
+  const stepLink = (/** @type {number} */ n, /** @type {string} */ text) => info.steps[n] === undefined || position < 0 ? "" : h("a", { class: "button", href: `${link("list", id, info.steps[n])}${query.size ? `?${query}` : ""}`, "data-step": info.steps[n] }, text);
   main.replaceChildren(h("h1", null, info.kind === "run" ? `Step ${step}` : info.kind === "held-out" ? `Held-out tasks at step ${step}` : "Episodes"), facts || "", h("div", { class: "tools" }, stepLink(position - 1, "‹ previous step"), stepLink(position + 1, "next step ›"),
     info.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, tasks, status, envs, passes, count), bars, view);
   /** @type {any} */
@@ -63,6 +68,7 @@ export async function list(main, id, step, query, remember) {
     }
     walk.key = `${id}|${step}`;
     walk.order = order;
+    walk.filters = query.toString();
     count.textContent = order.length === columns.id.length ? `${num(order.length)} episodes` : `${num(order.length)} of ${num(columns.id.length)} episodes`;
     rows.style.height = `${order.length * rowHeight()}px`;
     painted = "";
@@ -117,7 +123,7 @@ export async function list(main, id, step, query, remember) {
       onclick: () => { state.down = state.sort === name ? !state.down : isNumber; state.sort = name; saveState(); drawHead(); arrange(); } }, title, state.sort === name ? (state.down ? " ↓" : " ↑") : "")));
   }
   function saveState() {
-    const next = new URLSearchParams();
+    const next = query = new URLSearchParams();
     if (state.sort) { next.set("sort", state.sort); if (state.down) next.set("down", "1"); }
     if (state.status) next.set("status", state.status);
     if (state.env) next.set("env", state.env);
@@ -126,6 +132,7 @@ export async function list(main, id, step, query, remember) {
     if (state.text) next.set("text", state.text);
     if (state.range) { next.set("low", String(state.range[0])); next.set("high", String(state.range[1])); }
     remember(next);
+    for (const anchor of main.querySelectorAll("a[data-step]")) anchor.setAttribute("href", `${link("list", id, Number(anchor.getAttribute("data-step")))}?${next}`);
   }
   function draw() {
     const kinds = new Set();
