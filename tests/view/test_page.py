@@ -421,6 +421,30 @@ def test_a_hostile_episode_is_text_and_breaks_nothing(tmp_path, page):
     page.complaints[:] = [one for one in page.complaints if "404" not in one]
 
 
+def test_a_view_begins_at_its_top_in_the_systems_theme_until_another_is_chosen(tree, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 400}, color_scheme="dark")
+    theme = "() => document.documentElement.dataset.theme"
+    with viewing(tree) as url:
+        main = opened(page, url, f"run/{RUN}")
+        page.wait_for_selector(".charts .chart:not([hidden]) canvas")
+        page.evaluate("() => scrollTo(0, document.body.scrollHeight)")
+        main.locator("h2:text-is('Steps') + .steps a").first.click()
+        page.wait_for_selector("a.row")
+        assert page.evaluate("() => scrollY") == 0
+        page.go_back()
+        page.wait_for_selector(".charts .chart:not([hidden]) canvas")
+        page.wait_for_function("() => scrollY > 0")
+        assert page.evaluate(theme) == "dark"
+        page.emulate_media(color_scheme="light")
+        page.wait_for_function(f"() => ({theme})() === 'light'")
+        page.get_by_role("button", name="Light or dark theme").click()
+        assert page.evaluate(theme) == "dark"
+        page.reload()
+        page.wait_for_selector("main h1")
+        assert page.evaluate(theme) == "dark"
+    page.close()
+
+
 def test_a_list_of_many_has_few_elements(tmp_path, page):
     folder = make_run(tmp_path / "runs" / "first", steps=1, groups=1500)
     assert folder.rollout_file(1).is_file()

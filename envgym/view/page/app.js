@@ -19,7 +19,7 @@ let turnNumber = 0;
 /** @param {URLSearchParams} query */
 function remember(query) {
   const text = query.toString();
-  history.replaceState(null, "", `${location.hash.split("?")[0] || "#/"}${text ? `?${text}` : ""}`);
+  history.replaceState(history.state, "", `${location.hash.split("?")[0] || "#/"}${text ? `?${text}` : ""}`);
 }
 
 /** @param {[string, string | null][]} parts */
@@ -63,18 +63,25 @@ async function show() {
   }
   showTrail(parts);
   main.replaceChildren(box);
+  if (!history.state) scrollTo(0, 0); // a view that was shown before has one: the browser returns to its position
+  history.replaceState({ shown: true }, "");
   dispatchEvent(new Event("shown"));
 }
 
-/** @param {string} theme */
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  try { localStorage.setItem("theme", theme); } catch { /* a file from the disk may have no storage */ }
+const dark = matchMedia("(prefers-color-scheme: dark)");
+let theme = ""; // the system's, until the button is pressed
+try { theme = localStorage.getItem("chosen-theme") || ""; } catch { /* a file from the disk may have no storage */ }
+function setTheme() {
+  document.documentElement.dataset.theme = theme || (dark.matches ? "dark" : "light");
 }
-let theme = "";
-try { theme = localStorage.getItem("theme") || ""; } catch { theme = ""; }
-setTheme(theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-document.getElementById("theme")?.addEventListener("click", () => { setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); show(); });
+setTheme();
+dark.addEventListener("change", () => { setTheme(); show(); });
+document.getElementById("theme")?.addEventListener("click", () => {
+  theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  try { localStorage.setItem("chosen-theme", theme); } catch { /* as above */ }
+  setTheme();
+  show();
+});
 
 const HELP = [["j, k", "next, previous episode"], ["g", "the episode's group"], ["t", "conversation or tokens"], ["c", "next coloring"], ["← →", "from token to token"], ["u", "up"], ["/", "search"], ["?", "these keys"]];
 function help() {
