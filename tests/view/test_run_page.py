@@ -113,6 +113,11 @@ def test_an_alert_is_on_the_curve_of_its_metric_with_its_sentence(run, tmp_path,
         assert len(column) in (1, 2)  # one dashed line
         main.locator(".alarms a").first.click()
         page.wait_for_selector("h1:text-is('Step 2')")
+    run.append_metrics({"step": 6, "failures/share": 0.3, "alarms": ["failures"]})
+    with viewing(tmp_path) as url:
+        main = opened(page, url)
+        main.locator(".alarms").first.get_by_role("link", name="rollouts/").click()
+        page.wait_for_selector("h1:text-is('Step 6')")
 
 
 def test_curves_share_a_cursor_and_a_range_of_steps(run, tmp_path, page):

@@ -18,6 +18,12 @@ export function spark(values) {
   return svg;
 }
 
+/** An alert's step and sentence, with links to the step's episodes if they are recorded (`href`). @param {any} alarm @returns {any[]} */
+export function alarmText(alarm) {
+  const [before, ...after] = plain(alarm.text, 600).split("rollouts/"), anchor = (/** @type {string} */ text) => h("a", { href: alarm.href }, text);
+  return [alarm.href ? anchor(`step ${alarm.step}`) : h("b", null, `step ${alarm.step}`), ` ${before}`, ...after.flatMap((text) => [alarm.href ? anchor("rollouts/") : "rollouts/", text])];
+}
+
 /** Curves over steps, with their intervals as bands. Returns the element and a function that sets the data.
  * @param {string} title @param {import("./plot.js").Line[]} lines @param {import("./plot.js").Axis} [axis] @param {boolean} [hasNames] if values have their lines' names
  * @returns {{element: HTMLElement, set: (records: any[], alarms?: any[]) => void}} */
@@ -41,7 +47,7 @@ export function chart(title, lines, axis, hasNames = true) {
     set(records, alarms = []) {
       plotted = records.filter((record) => names.some((name) => typeof record[name] === "number"));
       element.hidden = plotted.length === 0;
-      notes.replaceChildren(...alarms.slice(-3).map((alarm) => h("li", null, h("b", null, `step ${alarm.step}`), ` ${plain(alarm.text, 600)}`)));
+      notes.replaceChildren(...alarms.slice(-3).map((alarm) => h("li", null, alarmText(alarm))));
       curves.set(plotted.map((record) => record.step), Object.fromEntries(names.map((name) => [name, plotted.map((record) => (typeof record[name] === "number" ? record[name] : null))])), alarms.map((alarm) => alarm.step));
     },
   };

@@ -1,7 +1,7 @@
 // A run: its curves, alerts and steps, updated while it is running.
 import { ask, isExport } from "./api.js";
-import { chart } from "./charts.js";
-import { commandLine, fact, h, lasting, link, num, plain, quoted, scored, section, setting } from "./dom.js";
+import { alarmText, chart } from "./charts.js";
+import { commandLine, fact, h, lasting, link, notify, num, plain, quoted, scored, section, setting } from "./dom.js";
 import { sharedAxis } from "./plot.js";
 
 export const CURVES = /** @type {[string, any[]][]} */ ([
@@ -71,8 +71,9 @@ export async function run(main, id) {
       if (Array.isArray(interval)) [record["eval/low"], record["eval/high"]] = interval;
     }
     for (const alarm of info.alarms) if (!charts.has(alarm.metric)) addChart(alarm.metric, [{ name: alarm.metric }]);
-    for (const curves of new Set(charts.values())) curves.set(records, info.alarms.filter((/** @type {any} */ alarm) => charts.get(alarm.metric) === curves));
-    alarms.replaceChildren(...info.alarms.slice(-12).map((/** @type {any} */ alarm) => h("li", null, info.steps.includes(alarm.step) ? h("a", { href: link("list", id, alarm.step) }, `step ${alarm.step}`) : h("b", null, `step ${alarm.step}`), ` ${plain(alarm.text, 600)}`)));
+    const alerts = info.alarms.map((/** @type {any} */ alarm) => ({ ...alarm, href: info.steps.includes(alarm.step) ? link("list", id, alarm.step) : null }));
+    for (const curves of new Set(charts.values())) curves.set(records, alerts.filter((/** @type {any} */ alarm) => charts.get(alarm.metric) === curves));
+    alarms.replaceChildren(...alerts.slice(-12).map((/** @type {any} */ alarm) => h("li", null, alarmText(alarm))));
     const parts = phaseSeconds(info.summary, records), total = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1, share = (/** @type {number} */ seconds) => `${Math.round((seconds * 100) / total)}%`;
     bar.setAttribute("aria-label", parts.map(([name, seconds]) => `${name} ${share(seconds)}`).join(", "));
     bar.replaceChildren(...parts.map(([name, seconds]) => h("span", { class: `phase p${PHASES.indexOf(name)}`, vars: { "--w": `${(seconds * 100) / total}%` } })));
