@@ -144,6 +144,9 @@ def test_curves_share_a_cursor_and_a_range_of_steps(run, tmp_path, page):
         box = loss.locator("canvas").bounding_box()
         page.mouse.move(box["x"] + box["width"] - 13, box["y"] + 60)
         assert reward.locator(".now").inner_text().startswith("step 4 0.400")
+        page.mouse.down()
+        page.mouse.up()
+        page.wait_for_selector("h1:text-is('Step 4')")
 
 
 def test_a_live_runs_log_is_followed(run, tmp_path, page):

@@ -71,8 +71,8 @@ function linePoints(xs, ys, position, width) {
   return points;
 }
 
-/** What plots share: a cursor at a step, and the range of steps that they show, null for all.
- * @typedef {{range: [number, number] | null, members: {point: (x: number | null) => void, zoom: () => void}[], point: (x: number | null) => void, zoom: (range: [number, number] | null) => void}} Axis */
+/** What plots share: a cursor at a step, the range of steps that they show, null for all, and what a click on a step does.
+ * @typedef {{range: [number, number] | null, pick?: (step: number, name: string) => void, members: {point: (x: number | null) => void, zoom: () => void}[], point: (x: number | null) => void, zoom: (range: [number, number] | null) => void}} Axis */
 
 /** @param {(range: [number, number] | null) => void} [onZoom] @returns {Axis} */
 export function sharedAxis(onZoom) {
@@ -91,7 +91,7 @@ export function plot(lines, onPoint, axis = sharedAxis()) {
   const element = h("div", { class: "plot" }, canvas, mark, drag);
   /** @type {[number[], Record<string, (number | null)[]>, number[]]} */
   let all = [[], {}, []];
-  let offset = 0, dragStart = -1;
+  let offset = 0, dragStart = -1, pointed = -1;
   const names = lines.flatMap((line) => [line.name, line.low, line.high]);
   let width = 0, height = 0, left = 0, isDue = false;
   /** @type {number[]} */
@@ -210,7 +210,7 @@ export function plot(lines, onPoint, axis = sharedAxis()) {
     const y = data[lines[0].name][n];
     mark.style.setProperty("--x", `${placeX(xs[n])}px`);
     mark.style.setProperty("--y", y === null ? "-99px" : `${placeY(y)}px`);
-    onPoint(n + offset);
+    onPoint((pointed = n) + offset);
   }
   const xOf = (/** @type {PointerEvent} */ event) => event.clientX - canvas.getBoundingClientRect().left;
   element.addEventListener("pointermove", (event) => {
@@ -224,6 +224,7 @@ export function plot(lines, onPoint, axis = sharedAxis()) {
   element.addEventListener("pointerup", (event) => {
     const from = first + ((dragStart - left) / (width - left - RIGHT)) * (end - first), to = stepAt(event.clientX);
     if (!drag.hidden) axis.zoom([Math.round(Math.min(from, to)), Math.round(Math.max(from, to))]);
+    else if (dragStart >= 0 && pointed in xs) axis.pick?.(xs[pointed], lines[0].name);
     drag.hidden = true;
     dragStart = -1;
   });

@@ -40,6 +40,11 @@ export async function run(main, id) {
   const from = /** @type {HTMLInputElement} */ (h("input", { type: "number", "aria-label": "First step of the curves" })), to = /** @type {HTMLInputElement} */ (h("input", { type: "number", "aria-label": "Last step of the curves" }));
   const axis = sharedAxis((range) => { [from.value, to.value] = range ? range.map(String) : ["", ""]; whole.disabled = range === null; });
   const whole = /** @type {HTMLButtonElement} */ (h("button", { type: "button", disabled: true, onclick: () => axis.zoom(null) }, "All steps"));
+  axis.pick = (step, name) => {
+    const [source, recorded] = name.startsWith("eval/") ? [`${id}/held_out`, info.evaluated] : [id, info.steps];
+    if (recorded.includes(step)) location.hash = link("list", source, step);
+    else notify(`the episodes of step ${step} are not recorded`);
+  };
   const onRange = () => axis.zoom(from.value || to.value ? [Number(from.value || 0), Number(to.value || Infinity)] : null);
   from.addEventListener("change", onRange);
   to.addEventListener("change", onRange);
@@ -54,7 +59,7 @@ export async function run(main, id) {
   const bar = h("div", { class: "phases", role: "img" }), legend = h("div", { class: "legend" }), alarms = h("ul", { class: "alarms" }), logs = h("div"), checkpoints = h("ul");
   const steps = h("div", { class: "steps" }), evaluated = h("div", { class: "steps" }), settings = h("div", null, settingsOf(info)), commands = h("div");
   const state = h("span", { class: `state ${info.state}` }, info.state), facts = h("dl", { class: "facts" });
-  main.replaceChildren(h("h1", null, id, " ", state), facts, alarms, h("div", { class: "tools" }, h("span", { class: "hint" }, "steps"), from, h("span", { class: "hint" }, "to"), to, whole, h("span", { class: "hint" }, "or drag over a curve")), boxes,
+  main.replaceChildren(h("h1", null, id, " ", state), facts, alarms, h("div", { class: "tools" }, h("span", { class: "hint" }, "steps"), from, h("span", { class: "hint" }, "to"), to, whole, h("span", { class: "hint" }, "or drag over a curve; click a step for its episodes")), boxes,
     section("Settings", settings), section("Time by phase", h("div", null, bar, legend)), section("Held-out evaluations", evaluated), section("Steps", steps), section("Checkpoints", checkpoints), section("Commands", commands), section("Logs", logs));
   /** @type {any[]} */
   let records = [];
