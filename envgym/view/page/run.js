@@ -91,9 +91,10 @@ export async function run(main, id) {
       return h("a", { href: link("list", id, step), class: "step" }, h("b", null, String(step)), h("span", null, `reward ${num(record["reward/mean"])}`), h("span", null, `${num(record.episodes)} episodes`));
     }));
     checkpoints.replaceChildren(...info.checkpoints.map((/** @type {string} */ name) => h("li", null, plain(name, 100))));
-    logs.replaceChildren(...info.logs.map((/** @type {any} */ log, /** @type {number} */ n) => h("details", { open: n === 0 }, h("summary", null, plain(log.name, 100)), h("pre", { tabindex: "0", "aria-label": `Last lines of ${plain(log.name, 100)}` }, plain(log.text)))));
+    const unfolded = [...logs.querySelectorAll("[open] summary")].map((title) => title.textContent);
+    logs.replaceChildren(...info.logs.map((/** @type {any} */ log) => h("details", { open: unfolded.includes(plain(log.name, 100)) }, h("summary", null, plain(log.name, 100)), h("pre", { tabindex: "0", "aria-label": `Last lines of ${plain(log.name, 100)}` }, plain(log.text)))));
     const name = quoted(info.run), last = info.steps.at(-1);
-    commands.replaceChildren(...[`envgym train --resume ${name}`, `envgym eval --config ${name}/config.yaml --model ${quoted(id)}`, ...(info.replays && last ? [`envgym show ${name} --step ${last}`, `envgym replay ${name} --step ${last}`] : []), "envgym compare evals/A evals/B"].map(commandLine));
+    commands.replaceChildren(...[`envgym train --resume ${name}`, `envgym eval --config ${name}/config.yaml --model ${quoted(id)}`, ...(info.replays && last ? [`envgym show ${name} --step ${last}`, `envgym replay ${name} --step ${last}`] : [])].map(commandLine));
     for (const part of main.querySelectorAll(".part")) /** @type {HTMLElement} */ (part).hidden = !part.querySelector("h2 + *")?.textContent;
   }
   async function load() {
