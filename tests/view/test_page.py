@@ -46,6 +46,8 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         main.locator("h2:has-text('Held-out evaluations') + .steps a").last.click()
         page.wait_for_function(LISTED, arg=["question 0?", "held-out answer at 0"])
         assert main.locator("a.row").count() == 3
+        assert main.locator("a.row .up").count() == 3  # the full score, and no other cell
+        assert main.locator("a.row [data-of=status]").first.get_attribute("class").strip() == "state"
         main.locator("a.row").first.click()
         page.wait_for_selector(".talk:has-text('held-out answer at 0')")
         main = opened(page, url, f"run/{RUN}")

@@ -90,6 +90,11 @@ export async function copy(text, message) {
   }
 }
 
+/** The class of an episode's status: completed is neither good nor bad, the score says. @param {string} status @returns {string} */
+export function stateOf(status) {
+  return status === "completed" ? "" : status;
+}
+
 /** The pass of an evaluation in a run that a group belongs to: sampled or greedy; empty for any other group. @param {any} group @returns {string} */
 export function passOf(group) {
   return /** @type {Record<string, string>} */ ({ eval: "sampled", "eval-greedy": "greedy" })[String(group).split("/")[0]] || "";

@@ -1,6 +1,6 @@
 // One episode, as a conversation or as tokens; the episodes of its group next to each other.
 import { ask, isExport, listOf } from "./api.js";
-import { commandLine, copy, ending, fact, h, link, num, passOf, plain, quoted } from "./dom.js";
+import { commandLine, copy, ending, fact, h, link, num, passOf, plain, quoted, stateOf } from "./dom.js";
 import { strip } from "./lanes.js";
 import { walk } from "./list.js";
 
@@ -148,7 +148,7 @@ export async function episode(main, id, step, index, query, remember) {
   const commands = h("div"), run = id.replace(/\/held_out$/, ""), history = run === id || isExport() ? "" : h("a", { class: "button", href: link("task", id, step, index) }, "This task over the run");
   if (!isExport()) ask("run", run).then((info) => commands.replaceChildren(...commandsOf(info, id, record).map(commandLine)), () => {});
   const button = (/** @type {string} */ text, /** @type {number | undefined} */ n) => h("button", { type: "button", disabled: n === undefined, onclick: () => go(n) }, text);
-  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("dl", { class: "facts" }, record.parent ? fact("branch of", `${plain(record.parent, 200)} after turn ${num(record.parent_turn)}`) : "", passOf(record.group) ? fact("pass", passOf(record.group)) : "", fact("outcome", h("span", { class: `state ${record.outcome.status}` }, plain(ending(record.outcome), 300))),
+  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("dl", { class: "facts" }, record.parent ? fact("branch of", `${plain(record.parent, 200)} after turn ${num(record.parent_turn)}`) : "", passOf(record.group) ? fact("pass", passOf(record.group)) : "", fact("outcome", h("span", { class: `state ${stateOf(record.outcome.status)}` }, plain(ending(record.outcome), 300))),
     Object.entries(numbers).map(([name, value]) => fact(plain(name, 60), num(value))), fact("tokens", num(record.listed.tokens?.[0])), fact("seconds", num(record.seconds)),
     record.answer === null || record.answer === undefined ? "" : fact("parsed answer", plain(record.answer, 200)), record.task.answer === null || record.task.answer === undefined ? "" : fact("reference answer", plain(typeof record.task.answer === "string" ? record.task.answer : JSON.stringify(record.task.answer), 200))),
   h("div", { class: "tools" }, button("‹ previous", position > 0 ? neighbor(-1) : undefined), button("next ›", neighbor(1)), h("span", { class: "hint" }, `${num(position + 1)} of ${num(walk.order.length)}`), viewButtons, colorButtons, siblings, history, h("button", { type: "button", onclick: () => copy(JSON.stringify(record), "the episode is copied") }, "Copy JSON")), timeline, body, commands);
@@ -222,7 +222,7 @@ function sideBySide(id, members) {
   const common = texts.map((text, n) => Math.max(0, ...texts.filter((_, other) => other !== n).map((other) => prefix(text, other))));
   const value = (/** @type {string} */ name, /** @type {any} */ shown) => (shown === null || shown === undefined ? "" : h("span", null, h("span", { class: "caption" }, `${name} `), shown));
   return h("div", { class: "group" }, members.map(([member, step, n, title], position) => (member === null ? h("article", null, "not in the file") : h("article", { tabindex: "0", "aria-label": title }, h("header", null, h("a", { href: link("episode", id, step, n) }, title),
-    value("reward", num(member.reward)), value("advantage", advantage(member) === null ? null : num(advantage(member))), value("answered", member.answer === null ? null : plain(member.answer, 80)), value("tokens", num(member.listed.tokens?.[0])), h("span", { class: `state ${member.outcome.status}` }, member.outcome.reason || member.outcome.status)),
+    value("reward", num(member.reward)), value("advantage", advantage(member) === null ? null : num(advantage(member))), value("answered", member.answer === null ? null : plain(member.answer, 80)), value("tokens", num(member.listed.tokens?.[0])), h("span", { class: `state ${stateOf(member.outcome.status)}` }, member.outcome.reason || member.outcome.status)),
   conversation({ ...member, messages: answers[position] }, id, common[position])))));
 }
 

@@ -1,7 +1,7 @@
 // The list of a step's episodes, filtered and sorted.
 import { ask, isExport, listOf } from "./api.js";
 import { histogram } from "./charts.js";
-import { color, fact, h, lasting, link, notify, num, passOf, plain, scored, setting } from "./dom.js";
+import { color, fact, h, lasting, link, notify, num, passOf, plain, scored, setting, stateOf } from "./dom.js";
 
 const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", false], ["reward", "reward", true], ["score", "score", true], ["status", "outcome", false],
   ["tokens", "tokens", true], ["turns", "turns", true], ["member", "member", true], ["surprise", "surprise", true], ["seconds", "seconds", true]]);
@@ -111,7 +111,8 @@ export async function list(main, id, step, query, remember) {
     for (let cell = 0; cell < COLUMNS.length; cell++) {
       const [name, , isNumber] = COLUMNS[cell], element = /** @type {HTMLElement} */ (row.children[cell]);
       element.textContent = isNumber ? num(columns[name][n]) : name === "key" ? plain(passes.hidden ? columns.key[n] : [passOf(columns.group[n]), columns.key[n]].filter(Boolean).join(" · "), 200) : outcome(n).replaceAll("_", " ");
-      if (name === "status") element.className = `state ${grade(n) < 1 && columns.status[n] === "completed" ? "" : columns.status[n]}`;
+      if (name === "status") element.className = `state ${stateOf(columns.status[n])}`;
+      if (name === "score") element.className = `n ${grade(n) >= 1 ? "up" : ""}`;
     }
     const [question = "", completion = "", wanted = "", answer = ""] = beginnings.get(n) || [];
     [question, wanted && `wanted ${plain(wanted)}`, answer && `answered ${plain(answer)}`, completion].forEach((text, cell) => { row.children[COLUMNS.length + cell].textContent = plain(text); });
