@@ -189,9 +189,16 @@ def test_a_bar_filters_and_search_finds(tree, page):
         main.locator(".bars button").last.click()
         rewards = {row.locator("span").nth(1).inner_text() for row in main.locator("a.row").all()}
         assert rewards == {"1"}
-        main.locator(".bars button[aria-pressed=true]").click()
+        assert "low=" in page.url
+        main.get_by_role("button", name="clear 0.500 to 1").click()
+        assert main.locator("a.row").count() == 16
         main.get_by_label("Search in messages and tasks").fill("answer 2 3")
         page.wait_for_function("() => document.querySelectorAll('a.row').length === 1")
+        main.get_by_label("Task", exact=True).fill("train-3")
+        assert "none of 16 match" in main.inner_text()
+        assert not main.locator(".list").is_visible()
+        main.get_by_role("link", name="Clear the filters").click()
+        page.wait_for_function("() => document.querySelectorAll('a.row').length === 16")
 
 
 def test_swimlanes_are_of_the_recorded_times(tree, page):

@@ -66,7 +66,7 @@ export function histogram(values, onSelect, selected) {
   for (const value of numbers) counts[Math.min(bins - 1, Math.floor((value - low) / width))]++;
   const maxCount = Math.max(...counts);
   const edges = Array.from({ length: bins + 1 }, (_, n) => low + n * width), shown = bins <= 8 ? edges : [edges[0], low + (high - low) / 2, high];
-  return h("div", { class: "histogram", vars: { "--bins": bins } }, h("div", { class: "caption" }, `episodes by reward, at most ${num(maxCount)} in a bar`), h("div", { class: "bars", role: "group", "aria-label": "Rewards" }, counts.map((count, n) => {
+  return h("div", { class: "histogram", vars: { "--bins": bins } }, h("div", { class: "caption" }, `episodes by reward, at most ${num(maxCount)} in a bar `, selected && h("button", { type: "button", onclick: () => onSelect(null) }, `clear ${num(selected[0])} to ${num(selected[1])}`)), h("div", { class: "bars", role: "group", "aria-label": "Rewards" }, counts.map((count, n) => {
     /** @type {[number, number]} */
     const range = [edges[n], n === bins - 1 ? high : edges[n + 1]];
     const isSelected = selected !== null && selected[0] === range[0];

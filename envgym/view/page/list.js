@@ -24,6 +24,7 @@ export async function list(main, id, step, query, remember) {
   const state = { sort: query.get("sort") || "", down: query.get("down") === "1", status: query.get("status") || "", env: query.get("env") || "", pass: query.get("pass") || "", task: query.get("task") || "", text: query.get("text") || "",
     range: /** @type {[number, number] | null} */ (query.has("low") ? [Number(query.get("low")), Number(query.get("high"))] : null) };
   const bars = h("div"), count = h("span", { class: "hint", role: "status" }), rows = h("div", { class: "rows" });
+  const none = h("p", { hidden: true });
   const head = h("div", { class: "row head", role: "row" }), view = h("div", { class: "list", tabindex: "0", role: "table", "aria-label": "Episodes" }, head, rows);
   const search = /** @type {HTMLInputElement} */ (h("input", { type: "search", placeholder: "Search in messages and tasks", "aria-label": "Search in messages and tasks", value: state.text }));
   const tasks = /** @type {HTMLInputElement} */ (h("input", { type: "search", class: "short", placeholder: "Task", "aria-label": "Task", value: state.task }));
@@ -37,7 +38,7 @@ export async function list(main, id, step, query, remember) {
   const position = info.steps.indexOf(step);
   const stepLink = (/** @type {number} */ n, /** @type {string} */ text) => info.steps[n] === undefined || position < 0 ? "" : h("a", { class: "button", href: `${link("list", id, info.steps[n])}${query.size ? `?${query}` : ""}`, "data-step": info.steps[n] }, text);
   main.replaceChildren(h("h1", null, info.kind === "run" ? `Step ${step}` : info.kind === "held-out" ? `Held-out tasks at step ${step}` : "Episodes"), facts || "", h("div", { class: "tools" }, stepLink(position - 1, "‹ previous step"), stepLink(position + 1, "next step ›"),
-    info.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, tasks, status, envs, passes, count), bars, view);
+    info.kind === "run" ? h("a", { class: "button", href: link("lanes", id, step) }, "Swimlanes") : "", search, tasks, status, envs, passes, count), bars, none, view);
   /** @type {any} */
   let columns = { id: [] };
   /** @type {number[]} */
@@ -70,6 +71,9 @@ export async function list(main, id, step, query, remember) {
     walk.order = order;
     walk.filters = query.toString();
     count.textContent = order.length === columns.id.length ? `${num(order.length)} episodes` : `${num(order.length)} of ${num(columns.id.length)} episodes`;
+    none.hidden = order.length > 0 || !columns.id.length || (state.status === MISGRADED && !misgraded);
+    view.hidden = !none.hidden;
+    none.replaceChildren(`none of ${num(columns.id.length)} match `, h("a", { class: "button", href: link("list", id, step) }, "Clear the filters"));
     rows.style.height = `${order.length * rowHeight()}px`;
     painted = "";
     paint();
