@@ -50,6 +50,10 @@ def test_from_all_runs_to_a_failed_episode_and_its_neighbours(tree, page):
         assert main.locator("a.row [data-of=status]").first.get_attribute("class").strip() == "state"
         main.locator("a.row").first.click()
         page.wait_for_selector(".talk:has-text('held-out answer at 0')")
+        trail = page.get_by_role("navigation").locator("a, span:not(.sep)")
+        assert trail.all_inner_texts() == ["envgym", "first", "held-out tasks at step 0", "episode 0"]
+        assert trail.nth(1).get_attribute("title") == "runs/first"
+        assert trail.nth(2).get_attribute("href") == f"#/list/{RUN}%2Fheld_out/0"
         main = opened(page, url, f"run/{RUN}")
         page.wait_for_selector(".charts .chart:not([hidden]) canvas")
         assert "step 2 inference engine and trainer differ by 0.2 nats" in main.locator(".alarms").first.inner_text()

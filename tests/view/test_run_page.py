@@ -182,7 +182,7 @@ def test_an_evaluations_links_lead_to_its_episodes(tree, page):
     with viewing(tree) as url:
         page.goto(f"{url}#/episode/evals%2Fa/0/0")
         page.wait_for_selector(".talk")
-        page.get_by_role("navigation").get_by_role("link", name="evals/a").click()
+        page.get_by_role("navigation").get_by_role("link", name="a", exact=True).click()
         page.wait_for_selector("a.row")
         assert page.locator("a.row").count() == 8
         assert "0.625 [0.200, 0.900]" in page.locator(".facts").inner_text()

@@ -22,9 +22,14 @@ function remember(query) {
   history.replaceState(history.state, "", `${location.hash.split("?")[0] || "#/"}${text ? `?${text}` : ""}`);
 }
 
-/** @param {[string, string | null][]} parts */
+/** The name of a run, after the folders that it is in; a stage's is its run's and its own. @param {string} id @returns {string} */
+function nameOf(id) {
+  return id.replace(/\/held_out$/, "").split("/").slice(/\/\d+-[^/]+$/.test(id) ? -2 : -1).join("/");
+}
+
+/** @param {[string, string | null, string?][]} parts */
 function showTrail(parts) {
-  trail.replaceChildren(...parts.flatMap(([text, target], n) => [n ? h("span", { class: "sep" }, "›") : "", target ? h("a", { href: target }, text) : h("span", null, text)]));
+  trail.replaceChildren(...parts.flatMap(([text, target, title], n) => [n ? h("span", { class: "sep" }, "›") : "", h(target ? "a" : "span", { href: target, title }, text)]));
   document.title = `${parts.map(([text]) => text).reverse().join(" · ")}`;
 }
 
@@ -36,17 +41,18 @@ async function show() {
   const [path, search] = location.hash.replace(/^#\/?/, "").split("?");
   const [view, id = "", ...args] = path.split("/").map(decodeURIComponent), query = new URLSearchParams(search || "");
   const step = Number(args[0] || 0), box = h("div", { class: `view view-${view || "home"}` });
-  /** @type {[string, string | null][]} */
+  /** @type {[string, string | null, string?][]} */
   const parts = [["envgym", "#/"]];
   try {
     /** @type {any} */
     let result = null;
     if (!view) result = await home(box, query, remember);
-    else if (view === "run") { parts.push([id, null]); result = await run(box, id); }
+    else if (view === "run") { parts.push([nameOf(id), null, id]); result = await run(box, id); }
     else if (view === "overlay") { parts.push(["overlay", null]); await overlay(box, [id, ...args]); }
     else if (view === "compare") { parts.push(["compare", null]); await compare(box, id, step, args[1], Number(args[2] || 0)); }
     else {
-      parts.push([id, link("run", id.replace(/\/held_out$/, ""))], [step ? `step ${step}` : "episodes", listLink(id, step)]);
+      const path = id.replace(/\/held_out$/, "");
+      parts.push([nameOf(id), link("run", path), path], [path !== id ? `held-out tasks at step ${step}` : step ? `step ${step}` : "episodes", listLink(id, step)]);
       if (view === "list") result = await list(box, id, step, query, remember);
       else if (view === "lanes") { parts.push(["swimlanes", null]); await lanes(box, id, step); }
       else if (view === "group") { parts.push(["group", null]); await group(box, id, step, Number(args[1])); }
