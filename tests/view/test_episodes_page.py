@@ -171,7 +171,7 @@ def test_what_the_policy_said_to_a_held_out_task_before_and_after(run, tmp_path,
         ]  # without greedy
         main.get_by_role("link", name="see greedy").click()
         page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
-        assert "pass greedy see sampled wanted 3" in main.inner_text()
+        assert "pass greedy (see sampled) · wanted 3" in main.inner_text()
         main.get_by_role("link", name="step 1").first.click()
         page.wait_for_selector(".fact:has-text('greedy')")
         assert "pass\ngreedy" in main.locator(".facts").inner_text()

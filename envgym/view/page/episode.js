@@ -234,7 +234,7 @@ export async function task(main, id, step, index) {
   const ends = await Promise.all([lines[0], lines.at(-1)].map(async (line) => [await ask("episode", id, line.step, line.index), line.step, line.index, `step ${line.step}`]));
   const prompt = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
   main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined, id))),
-    h("p", null, pass ? ["pass ", h("b", null, pass), " "] : "", other ? [h("a", { href: link("task", id, other.step, other.index) }, `see ${passOf(other.group)}`), " "] : "", "wanted ", h("b", null, lines[0].beginning[2] || "–")), sideBySide(id, /** @type {any} */ (ends)),
+    h("p", null, pass ? ["pass ", h("b", null, pass), other ? [" (", h("a", { href: link("task", id, other.step, other.index) }, `see ${passOf(other.group)}`), ")"] : "", " · "] : "", "wanted ", h("b", null, lines[0].beginning[2] || "–")), sideBySide(id, /** @type {any} */ (ends)),
     h("div", { class: "wide" }, h("table", { class: "settings" }, h("thead", null, h("tr", null, ["step", "reward", "score", "answered", "completion"].map((heading) => h("th", null, heading)))),
       h("tbody", null, lines.map((/** @type {any} */ line) => h("tr", null, h("td", null, h("a", { href: link("episode", id, line.step, line.index) }, `step ${line.step}`)), h("td", null, num(line.reward)), h("td", null, num(line.score)), h("td", null, plain(line.beginning[3], 80)), h("td", null, plain(line.beginning[1], 200))))))));
 }
