@@ -30,6 +30,7 @@ HISTORY = 4
 """Maximum number of a task's episodes per step and pass in its history."""
 PASSES = ("eval", "eval-greedy")
 """The passes of an evaluation in a run: the parts of its groups' ids before the number."""
+UNSTATED = "not in the completion"
 TOKENS = 65536
 """Number of cached token texts."""
 LONGEST = 1000
@@ -90,18 +91,29 @@ class Listing:
             if value is not None and value < 1 and answer and reference == answer
         ]
 
+    def unstated(self) -> list[int]:
+        """The indices of the episodes whose answer is in none of the policy's messages, letter for letter."""
+        records = self._records(("messages", "answer"))
+        return [index for index, record in enumerate(records) if _is_unstated(record)]
+
     def _answers(self) -> Iterator[list[str]]:
         """Of each episode what its task wanted, and what was read as the answer."""
-        if self.path.suffix != ".parquet":
-            yield from (beginning(self.record(index))[2:] for index in range(len(self)))
-            return
         reference = lru_cache(CACHED)(lambda task: json.loads(task).get("answer"))  # members of a group share the task
+        for record in self._records(("task", "answer")):
+            task = record["task"]
+            wanted = reference(task) if isinstance(task, str) else task.get("answer")
+            yield [_line_of(wanted), _line_of(record["answer"])]
+
+    def _records(self, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+        """Of each episode these columns; of a file of lines all."""
+        if self.path.suffix != ".parquet":
+            yield from map(self.record, range(len(self)))
+            return
         for number in range(len(self._starts)):
-            table = self._file.read((number,), ("task", "answer"))
+            table = self._file.read((number,), columns)
             if sum(map(unpacked_size, table.columns)) > GROUP:
-                raise DataError(f"{self.path} has tasks of more than {GROUP >> 20} MiB: they are not read")
-            for task, answer in zip(table["task"].to_pylist(), table["answer"].to_pylist(), strict=True):
-                yield [_line_of(reference(task)), _line_of(answer)]
+                raise DataError(f"{self.path} has texts of more than {GROUP >> 20} MiB: they are not read")
+            yield from table.to_pylist()
 
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
@@ -163,9 +175,17 @@ class Listing:
 
 def beginning(record: Mapping[str, Any]) -> list[str]:
     """The beginnings of an episode's prompt and of its last answer, what its task wanted and what was read as the
-    answer, each as one line; empty for what it does not have."""
+    answer, each as one line, and `UNSTATED` if the policy did not write that; empty for what it does not have."""
     texts = excerpt((message["role"], str(message["content"] or "")) for message in record["messages"])
-    return [*map(_line_of, texts), _line_of(record["task"].get("answer")), _line_of(record["answer"])]
+    return [*map(_line_of, texts), _line_of(record["task"].get("answer")), _line_of(record["answer"]),
+            UNSTATED if _is_unstated(record) else ""]  # fmt: skip
+
+
+def _is_unstated(record: Mapping[str, Any]) -> bool:
+    answer = _line_of(record["answer"])
+    messages = (message for message in record["messages"] if message["role"] == "assistant")
+    written = " ".join(f"{message['content']} {message.get('tool_calls')}" for message in messages)
+    return bool(answer) and answer not in " ".join(written.split())
 
 
 def _line_of(value: Any) -> str:

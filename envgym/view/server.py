@@ -53,6 +53,7 @@ class Answers:
             "list": (_list, (*numbered, _number, _number)),
             "beginnings": (lambda source, step, rows: listing(source, step).beginnings(rows), (*numbered, _numbers)),
             "misgraded": (lambda source, step: listing(source, step).misgraded(), numbered),
+            "unstated": (lambda source, step: listing(source, step).unstated(), numbered),
             "history": (task_history, (*numbered, _number)),
             "lanes": (lanes, numbered),
             "episode": (episode_with_tokens, (*numbered, _number)),

@@ -28,6 +28,8 @@ def run(tmp_path):
     folder = make_run(tmp_path / "runs" / "first", steps=1, tokenizer=None)
     episodes = [graded(n, m, str(n + m), 1.0 if m == 0 else 0.0) for n in range(30) for m in range(2)]
     episodes[34].reward = episodes[34].score = 0.0  # its answer, 17, is what was wanted
+    episodes[40] = graded(20, 0, "x", 1.0)
+    episodes[40].answer = "X"
     write_rollouts(folder.rollout_file(1), episodes)
     folder.held_out.mkdir()
     for step, answer in ((0, "no idea"), (1, "3")):
@@ -70,6 +72,9 @@ def test_a_row_says_what_was_asked_wanted_and_answered_and_the_misgraded_one_is_
         first_row(page, "question 17?", "wanted 17", "answered 17", "So it is 17.")
         page.reload()
         page.wait_for_function("() => document.querySelectorAll('a.row').length === 1")
+        main.get_by_label("Outcome").select_option("answer not in the completion")
+        first_row(page, "question 20?", "wanted 20", "answered X, not in the completion", "So it is x.")
+        assert main.locator("a.row").count() == 1
         main.get_by_label("Outcome").select_option("")
         main.get_by_label("Task", exact=True).fill("train-2")
         assert main.locator("a.row").count() == 22  # 2, and 20 to 29
@@ -84,6 +89,7 @@ def test_misgraded_are_those_answered_as_wanted_below_the_full_score(tmp_path, s
     answers = Answers([path])
     [name] = answers.sources
     assert answers(f"misgraded|{name}|0") == [1]
+    assert answers(f"unstated|{name}|0") == [2]
 
 
 def test_the_histogram_has_an_axis_and_counts(run, tmp_path, page):

@@ -118,17 +118,17 @@ def test_beginnings_are_of_the_prompt_and_the_last_answer_in_one_line(tmp_path, 
     answers = Answers([tmp_path / f"some{suffix}"])
     [name] = answers.sources
     listed = answers(f"beginnings|{name}|0|3,1,0,2,0")
-    first = ["one two", "late answer", "0", ""]  # with what was wanted, and what was read as the answer
+    first = ["one two", "late answer", "0", "", ""]  # with what was wanted, and what was read as the answer
     assert listed == [
-        ["3?", "", "3", ""],
-        ["question 1?", "y" * 200, "1", "1"],
+        ["3?", "", "3", "", ""],
+        ["question 1?", "y" * 200, "1", "1", "not in the completion"],
         first,
-        ["no answer", "", "2", ""],
+        ["no answer", "", "2", "", ""],
         first,
     ]
     with pytest.raises(DataError):
         answers(f"beginnings|{name}|0|0,9")
-    assert [answers(f"episode|{name}|0|{n}")["beginning"] for n in (0, 2)] == [first, ["no answer", "", "2", ""]]
+    assert [answers(f"episode|{name}|0|{n}")["beginning"] for n in (0, 2)] == [first, ["no answer", "", "2", "", ""]]
 
 
 def test_beginnings_are_read_without_tokens_and_most_others(tmp_path):
@@ -143,7 +143,7 @@ def test_beginnings_are_read_without_tokens_and_most_others(tmp_path):
     before = bytes_read()
     listed = answers(f"beginnings|{name}|0|300,301")
     assert bytes_read() - before < path.stat().st_size / 10  # an episode with its tokens takes a third
-    assert listed == [[f"question {n}?", f"answer {n}", str(n), ""] for n in (300, 301)]
+    assert listed == [[f"question {n}?", f"answer {n}", str(n), "", ""] for n in (300, 301)]
 
 
 def test_tokens_come_with_what_was_learned_of_them(tree):

@@ -29,7 +29,8 @@ DEEP = "[" * 200_000 + "]" * 200_000
 LIMIT = 4 * 2**30
 """Address space of the child that looks at them: what they would unpack to is more."""
 QUESTIONS = ["run|{}", "metrics|{}|0", "list|{}|1|0|99", "list|{}|0|0|99", "episode|{}|1|0", "episode|{}|0|0",
-             "lanes|{}|1", "search|{}|1|x", "misgraded|{}|1", "history|{}|1|0"]  # fmt: skip
+             "lanes|{}|1", "search|{}|1|x", "misgraded|{}|1", "unstated|{}|1",
+             "history|{}|1|0"]  # fmt: skip
 CHILD = f"""
 import json, pathlib, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))

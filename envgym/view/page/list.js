@@ -6,7 +6,7 @@ import { color, fact, h, lasting, link, notify, num, passOf, plain, scored, sett
 const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", false], ["reward", "reward", true], ["score", "score", true], ["status", "outcome", false],
   ["tokens", "tokens", true], ["turns", "turns", true], ["member", "member", true], ["surprise", "surprise", true], ["seconds", "seconds", true]]);
 const TEXTS = ["question", "wanted", "answered", "completion"];
-const MISGRADED = "as wanted, and graded wrong";
+const SEARCHED = /** @type {Record<string, string>} */ ({ "as wanted, and graded wrong": "misgraded", "answer not in the completion": "unstated" });
 
 /** The order of the list when an episode was opened from it, for the keys "next" and "previous", and its filters.
  * @type {{key: string, order: number[], filters: string}} */
@@ -45,8 +45,8 @@ export async function list(main, id, step, query, remember) {
   let order = [];
   /** @type {Set<number> | null} */
   let matches = null;
-  /** @type {Set<number> | null} */
-  let misgraded = null;
+  /** The episodes of outcomes that the server searches for. @type {Record<string, Set<number>>} */
+  const searched = {};
   let isOver = false;
   const reward = (/** @type {number} */ n) => columns.reward[n], grade = (/** @type {number} */ n) => columns.score[n] ?? columns.reward[n] ?? NaN;
 
@@ -54,7 +54,7 @@ export async function list(main, id, step, query, remember) {
     order = [];
     const task = state.task.toLowerCase();
     for (let n = 0; n < columns.id.length; n++) {
-      if (state.status === MISGRADED ? !misgraded?.has(n) : state.status === "wrong" ? !(grade(n) < 1) : state.status && outcome(n) !== state.status && columns.status[n] !== state.status) continue;
+      if (state.status in SEARCHED ? !searched[state.status]?.has(n) : state.status === "wrong" ? !(grade(n) < 1) : state.status && outcome(n) !== state.status && columns.status[n] !== state.status) continue;
       if (task && !columns.key[n].toLowerCase().includes(task)) continue;
       if (state.env && columns.env[n] !== state.env) continue;
       if (state.pass && passOf(columns.group[n]) !== state.pass) continue;
@@ -71,7 +71,7 @@ export async function list(main, id, step, query, remember) {
     walk.order = order;
     walk.filters = query.toString();
     count.textContent = order.length === columns.id.length ? `${num(order.length)} episodes` : `${num(order.length)} of ${num(columns.id.length)} episodes`;
-    none.hidden = order.length > 0 || !columns.id.length || (state.status === MISGRADED && !misgraded);
+    none.hidden = order.length > 0 || !columns.id.length || (state.status in SEARCHED && !searched[state.status]);
     view.hidden = !none.hidden;
     none.replaceChildren(`none of ${num(columns.id.length)} match `, h("a", { class: "button", href: link("list", id, step) }, "Clear the filters"));
     rows.style.height = `${order.length * rowHeight()}px`;
@@ -118,8 +118,9 @@ export async function list(main, id, step, query, remember) {
       if (name === "status") element.className = `state ${stateOf(columns.status[n])}`;
       if (name === "score") element.className = `n ${grade(n) >= 1 ? "up" : ""}`;
     }
-    const [question = "", completion = "", wanted = "", answer = ""] = beginnings.get(n) || [];
-    [question, wanted && `wanted ${plain(wanted)}`, answer && `answered ${plain(answer)}`, completion].forEach((text, cell) => { row.children[COLUMNS.length + cell].textContent = plain(text); });
+    const [question = "", completion = "", wanted = "", answer = "", unstated = ""] = beginnings.get(n) || [];
+    row.classList.toggle("unstated", unstated !== "");
+    [question, wanted && `wanted ${plain(wanted)}`, answer && `answered ${plain(answer)}${unstated && `, ${unstated}`}`, completion].forEach((text, cell) => { row.children[COLUMNS.length + cell].textContent = plain(text); });
   }
   const outcome = (/** @type {number} */ n) => columns.status[n] === "completed" ? "completed" : columns.reason[n] || columns.status[n];
   function drawHead() {
@@ -142,7 +143,7 @@ export async function list(main, id, step, query, remember) {
   function draw() {
     const kinds = new Set();
     for (let n = 0; n < columns.id.length; n++) kinds.add(outcome(n));
-    status.replaceChildren(...["", "failed", "truncated", "wrong", ...(isExport() ? [] : [MISGRADED]), ...kinds].filter((kind, n, all) => all.indexOf(kind) === n).map((kind) => h("option", { value: kind, selected: kind === state.status }, kind ? kind.replaceAll("_", " ") : "all outcomes")));
+    status.replaceChildren(...["", "failed", "truncated", "wrong", ...(isExport() ? [] : Object.keys(SEARCHED)), ...kinds].filter((kind, n, all) => all.indexOf(kind) === n).map((kind) => h("option", { value: kind, selected: kind === state.status }, kind ? kind.replaceAll("_", " ") : "all outcomes")));
     const names = [...new Set(columns.env)];
     envs.hidden = names.length < 2;
     envs.replaceChildren(...["", ...names].map((env) => h("option", { value: env, selected: env === state.env }, env ? plain(env, 80) : "all environments")));
@@ -162,7 +163,8 @@ export async function list(main, id, step, query, remember) {
   let timer = 0;
   search.addEventListener("input", () => { clearTimeout(timer); timer = window.setTimeout(() => runSearch().catch((error) => notify(error.message)), 350); });
   async function runStatus() {
-    if (state.status === MISGRADED && !misgraded) { count.textContent = "searching…"; misgraded = new Set(await ask("misgraded", id, step)); }
+    const kind = state.status;
+    if (kind in SEARCHED && !searched[kind]) { count.textContent = "searching…"; searched[kind] = new Set(await ask(SEARCHED[kind], id, step)); }
     arrange();
   }
   tasks.addEventListener("input", () => { state.task = tasks.value.trim(); saveState(); arrange(); });
