@@ -101,8 +101,8 @@ class Listing:
         reference = lru_cache(CACHED)(lambda task: json.loads(task).get("answer"))  # members of a group share the task
         for record in self._records(("task", "answer")):
             task = record["task"]
-            wanted = reference(task) if isinstance(task, str) else task.get("answer")
-            yield [_line_of(wanted), _line_of(record["answer"])]
+            expected = reference(task) if isinstance(task, str) else task.get("answer")
+            yield [_line_of(expected), _line_of(record["answer"])]
 
     def _records(self, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         """Of each episode these columns; of a file of lines all."""
@@ -184,8 +184,8 @@ def beginning(record: Mapping[str, Any]) -> list[str]:
 def _is_unstated(record: Mapping[str, Any]) -> bool:
     answer = _line_of(record["answer"])
     messages = (message for message in record["messages"] if message["role"] == "assistant")
-    written = " ".join(f"{message['content']} {message.get('tool_calls')}" for message in messages)
-    return bool(answer) and answer not in " ".join(written.split())
+    text = " ".join(f"{message['content']} {message.get('tool_calls')}" for message in messages)
+    return bool(answer) and answer not in " ".join(text.split())
 
 
 def _line_of(value: Any) -> str:
