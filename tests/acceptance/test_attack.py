@@ -82,7 +82,7 @@ def test_nothing_pays_in_what_ships(store, tmp_path, serving):
     async def attack(name: str) -> AttackReport:
         async with serving(obedient_judgement) as url:
             settings = NEED[name](url) if name in NEED else {}
-            return await attack_environment(name, settings | (data(tmp_path) if name in TAKE_DATA else {}))
+            return await attack_environment(name, settings | (data(tmp_path, name) if name in TAKE_DATA else {}))
 
     rows = {}
     for name in [name for name in SHIPPED if name not in NOT_ATTACKED]:
