@@ -57,7 +57,9 @@ def data(folder, name):
         row["choices"] = [int(row["answer"]) + (k - a) % 4 for k in range(4)]
     rows = [{**row, "responses_create_params": {"input": row["prompt"]}} for row in rows]
     for row in rows:
-        row |= {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": [row["answer"]]}]}
+        short = {"relation": "less than", "num_words": 9}  # else a text with all numbers follows every instruction
+        row["instruction_id_list"] = ["keywords:existence", "length_constraints:number_words"]
+        row["kwargs"] = [{"keywords": [row["answer"]]}, short]
     if name == "function_calls-v0":
         number = {"type": "dict", "properties": {"number": {"type": "string"}}, "required": ["number"]}
         functions = [{"name": "math.say", "description": "Say a number.", "parameters": number}]
