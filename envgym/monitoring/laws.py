@@ -95,7 +95,7 @@ class Laws:
             record |= self._drops(groups, {group.id for group in [*batch, *buffered]}, filter)
             if self._samples:
                 record |= reward_errors(finished, has_tallies=not self._judges_groups)
-                graded = finished[:: -(-len(finished) // MOST_COUNTED) or 1]
+                graded = finished[:: stride_of(len(finished), MOST_COUNTED)]
                 self._answers.append((*misgraded_answers(graded), *misread_answers(read)))
                 sums = [sum(counts) for counts in zip(*self._answers, strict=True)]
                 for name, (n, total) in (("misgraded", sums[:2]), ("misread", sums[2:])):
@@ -144,7 +144,7 @@ class Laws:
             record = unsampled_share(weights) if self._is_language else {}
             if not self._samples:
                 return record
-            if (lag := version_lag(groups[:: -(-len(rows) // MOST_ROWS) or 1])) is not None:
+            if (lag := version_lag(groups[:: stride_of(len(rows), MOST_ROWS)])) is not None:
                 record["laws/old_versions"] = lag
             if not self._learner.needs_policy_samples:
                 return record
@@ -193,7 +193,7 @@ class Laws:
     def _untrained(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The share of the sampled tokens of `groups` that no row with a weight for them was passed with, but for
         truncated episodes where these are left out."""
-        n = -(-len(rows) // MOST_COUNTED)
+        n = stride_of(len(rows), MOST_COUNTED)
         passed = [row for row in rows if row.first_outputs is not None and row.group_index % n == 0]
         weights, lengths = joined_weights(passed)
         counts = Counter[int]()
@@ -250,9 +250,14 @@ def reward_errors(episodes: Sequence[Episode], *, has_tallies: bool) -> dict[str
 # Gradients
 
 
+def stride_of(count: int, limit: int) -> int:
+    """The smallest n for which every n-th of `count` are at most `limit`."""
+    return max(1, -(-count // limit))
+
+
 def sample_of(rows: Sequence[Row]) -> list[Row]:
     """The rows of every n-th group, so that they are about `MOST_ROWS`."""
-    n = -(-len(rows) // MOST_ROWS)
+    n = stride_of(len(rows), MOST_ROWS)
     return [row for row in rows if row.group_index % n == 0]
 
 

@@ -76,6 +76,13 @@ def process_reward_model(reward_model, folder):
     return copy
 
 
+def settings_of(id, url, folder, reward_model):
+    """What an environment needs besides its data, given the server of judgements and a reward model."""
+    if id == "process_reward_model-v0":
+        return {"model": str(process_reward_model(reward_model, folder))}
+    return NEED[id](url) if id in NEED else {}
+
+
 def problems(report):
     return "\n".join(str(finding) for finding in report.findings if finding.verdict is CheckVerdict.FAILED)
 
@@ -84,9 +91,7 @@ def problems(report):
 def test_what_ships_passes(id, tmp_path, serving, tiny_reward_model):
     async def examine():
         async with serving(judgement) as url:
-            settings = NEED[id](url) if id in NEED else {}
-            if id == "process_reward_model-v0":
-                settings = {"model": str(process_reward_model(tiny_reward_model, tmp_path))}
+            settings = settings_of(id, url, tmp_path, tiny_reward_model)
             return await check_environment(id, settings | (data(tmp_path, id) if id in TAKE_DATA else {}))
 
     report = asyncio.run(examine())

@@ -19,7 +19,7 @@ from envgym.rollout.scripted import ScriptedEpisode, action_of, script_of
 from envgym.run_folder import RunFolder
 from envgym.services import start_services
 from envgym.types import Action, Message, Outcome
-from tests.check.test_shipped import NEED, SHIPPED, TAKE_DATA, data, judgement, process_reward_model
+from tests.check.test_shipped import SHIPPED, TAKE_DATA, data, judgement, settings_of
 from tests.programs import ENVGYM
 
 GAME = '''
@@ -192,9 +192,7 @@ def test_what_ships_repeats(id, tmp_path, monkeypatch, capsys, serving, tiny_rew
 
     async def replayed():
         async with serving(judgement) as url:
-            settings = NEED[id](url) if id in NEED else {}
-            if id == "process_reward_model-v0":
-                settings = {"model": str(process_reward_model(tiny_reward_model, tmp_path))}
+            settings = settings_of(id, url, tmp_path, tiny_reward_model)
             rows = data(tmp_path, id) if id in TAKE_DATA else {}
             folder, made = run_folder({"env": {"name": id, **settings}, "name": "shipped", "steps": 1, **rows})
             async with made as spec, start_services(spec, eager=False):
