@@ -139,12 +139,12 @@ def compare_family(kind: str, folder: Path) -> dict[str, Any]:
             return [transcript for transcript in await asyncio.gather(*episodes) if transcript]
 
         before = await play_all(0, 4, 10)
+        bucket = bucket_of(second)  # before the turns begin: they do not wait for it
         [client] = pool.clients
         steps = await client.call(lambda engine: engine.steps())
-        playing = asyncio.create_task(play_all(100, 24, 40))
+        playing = asyncio.create_task(play_all(100, 24, 80))
         while await client.call(lambda engine: engine.steps()) < steps + 8:
             pass
-        bucket = bucket_of(second)
         await pool.on_all(lambda engine: engine.begin_weights())
         await pool.on_all(lambda engine: engine.load_bucket(bucket))
         await pool.on_all(lambda engine: engine.end_weights(1, 1))
