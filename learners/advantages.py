@@ -132,7 +132,7 @@ class ActionTokens:
         goes to the last turn."""
         import numpy as np
 
-        token_indices = [np.flatnonzero(row.loss_weights > 0) for row in episode.rows]
+        token_indices = [(row.loss_weights > 0).nonzero()[0] for row in episode.rows]
         truncated = episode.outcome.status is Status.TRUNCATED
         if credit == "episode":
             turn_ends = [sum(map(len, token_indices))]
@@ -175,8 +175,8 @@ class ActionTokens:
 
         start = 0
         for row, indices in zip(self.rows, self.token_indices, strict=True):
-            row.arrays[name] = np.zeros_like(row.loss_weights)
-            row.arrays[name][indices] = values[start : start + len(indices)]
+            row.arrays[name] = array = np.zeros(len(row.loss_weights), np.float32)
+            array[indices] = values[start : start + len(indices)]
             start += len(indices)
 
 
@@ -208,8 +208,8 @@ def broadcast_turn_values(values: Sequence[float], turn_ends: Sequence[int], gam
     import numpy as np
 
     if gamma == 1:
-        lengths = map(operator.sub, turn_ends, [0, *turn_ends])
-        return np.repeat(np.array(values, np.float64), np.fromiter(lengths, np.int64))
+        lengths = list(map(operator.sub, turn_ends, [0, *turn_ends]))
+        return np.array(values, np.float64).repeat(lengths)
     result, start = np.zeros(turn_ends[-1] if turn_ends else 0), 0
     for value, end in zip(values, turn_ends, strict=True):
         result[start:end] = value * gamma ** np.arange(end - start - 1, -1, -1.0)

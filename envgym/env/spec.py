@@ -92,7 +92,7 @@ class EnvSpec:
         return isinstance(value, EnvSpec) and self.to_json() == value.to_json()
 
     def __hash__(self) -> int:
-        return hash(self.to_json())
+        return hash(self.id)
 
     def fingerprint(self) -> dict[str, str]:
         """Hashes of the environment's `code` and of its `spec`, and the versions of its `grader_packages` (`grader`).

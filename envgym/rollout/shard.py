@@ -37,7 +37,6 @@ ENGINE, POOL = "engine", "pool"
 services."""
 POOLS_SUBJECT = 0
 """The number of what a shard asks for all its episodes."""
-NO_TASK = Task("")
 COMMON = 256
 """Groups whose task and plan are remembered."""
 
@@ -143,10 +142,10 @@ class RolloutShard(CallsBack):
 
     async def run(
         self, subject: int, group_id: str, member: int, number: int, waiting: Span, common: bytes, branch: Branch | None
-    ) -> tuple[Episode, bool] | str:
+    ) -> Episode | str:
         """Run an attempt; `common` is the pickled task and plan of its group, `waiting` the attempt's span before its
-        start. Returns its episode, without its task if that is the attempt's own (True); or why no episode can
-        continue, which is not the death of this process."""
+        start. Returns its episode, with None for a task that is the attempt's; or why no episode can continue, which is
+        not the death of this process."""
         self.begin_requests(subject)
         if common not in self._common:
             self._common[common] = pickle.loads(common)
@@ -164,14 +163,13 @@ class RolloutShard(CallsBack):
         finally:
             self._jobs.discard(job)
             self._end_requests(subject)
-        has_its_task = episode.task is attempt.task
-        if has_its_task:
-            episode.task = NO_TASK
+        if episode.task is attempt.task:
+            episode.task = None  # type: ignore[assignment]
         episode.spans = [waiting, *(span for span in episode.spans if span[0] != "waiting")]
         if self._shard.seals:
             episode.n_spelled = episode.count_messages(self._agent.renderer.spells)
             episode = SealedEpisode.seal(episode)
-        return episode, has_its_task
+        return episode
 
     async def write(self, write: Callable[[], None]) -> None:
         """See `Attempts.write`."""

@@ -179,10 +179,8 @@ class Shards(Supervisor[_Shard]):
                 del groups[attempt.group_id]
         if isinstance(result, str):
             raise WorkerDied(result)
-        episode, has_its_task = result
-        if has_its_task:
-            episode.task = attempt.task
-        return episode
+        result.task = result.task or attempt.task
+        return result
 
     def _common(self, attempt: Attempt) -> bytes:
         """The pickled task and plan of an attempt's group, whose members start one after the other."""

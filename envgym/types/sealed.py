@@ -19,17 +19,20 @@ from .messages import Message
 if TYPE_CHECKING:
     from .episodes import FloatArray, IntArray
 
-NAN = array("f", [float("nan")])
+ONE, ZERO = (array("f", [number]).tobytes() for number in (1, 0))
 
 
 class _Tokens(NamedTuple):
-    """The segments of a row with T tokens."""
+    """The S segments of a row with T tokens."""
 
     data: bytes | memoryview
-    """Token ids (int32), weights and log-probabilities (float32, NaN where a segment has none): T of each."""
-    outline: bytes
-    """The pickled `_Outline`."""
+    """Token ids (int32) [T]; their weights (float32) [T], if `has_weights`; log-probabilities (float32) of the segments
+    that have some."""
+    layout: bytes
+    """int32 [3, S]: the length of each segment, whether it is an action, and whether it has log-probabilities."""
     size: int
+    has_weights: bool
+    """False if all tokens have the weights that a segment has by default."""
     n_action_tokens: int
     turn_counts: tuple[int, int]
     is_neutral: bool
@@ -38,12 +41,11 @@ class _Tokens(NamedTuple):
     images: tuple[ImageSpan, ...]
 
 
-_Outline = tuple[
-    list[tuple[Any, ...]], list[int], list[float], tuple[int, ...], tuple[Answer, ...], list[Turn]
-]  # fmt: skip
-"""Role, whether there are log-probabilities, versions and images of each segment; its length and temperature; the ends,
-answers and values of the turns."""
-NO_SEGMENTS = pickle.dumps(([], [], [], (), (), []), 5)
+_Outline = tuple[list[tuple[Any, ...]], list[float], tuple[int, ...], tuple[Answer, ...], list[Turn]]
+"""Role, versions and images of each segment; their temperatures; the ends, answers and values of the turns."""
+SEALED = ("_tokens", "_record", "_outline")
+"""The attributes of a row that is still sealed."""
+NO_SEGMENTS = pickle.dumps(([], [], (), (), []), 5)
 
 
 class SealedRow(Row):
@@ -51,82 +53,110 @@ class SealedRow(Row):
     read."""
 
     _tokens: _Tokens
+    _record: bytes
+    """The pickled `_Outline`."""
 
     @classmethod
     def seal(cls, row: Row) -> SealedRow:
         parts = row.segments
-        arrays: list[array[Any]] = [
-            *(part.token_ids for part in parts),
-            *(part.loss_weights for part in parts),
-            *(NAN * len(part) if part.logprobs is None else part.logprobs for part in parts),
-        ]
-        segments = [(part.role, part.logprobs is not None, part.versions, part.images) for part in parts]
-        lengths, temperatures = [len(part) for part in parts], [part.temperature for part in parts]
-        outline: _Outline = segments, lengths, temperatures, row.turn_ends, row.answers, row.turns
+        lengths, acts = [len(part) for part in parts], [part.role == "action" for part in parts]
+        weights = b"".join([part.loss_weights for part in parts])
+        default = b"".join([(ONE if is_action else ZERO) * n for n, is_action in zip(lengths, acts, strict=True)])
+        has_weights = weights != default
+        data: list[Any] = [part.token_ids for part in parts]
+        data += [weights] if has_weights else []
+        data += [part.logprobs for part in parts if part.logprobs is not None]
+        layout = array("i", [*lengths, *acts, *(part.logprobs is not None for part in parts)])
+        segments = [(part.role, part.versions, part.images) for part in parts]
+        temperatures = [part.temperature for part in parts]
+        outline: _Outline = segments, temperatures, row.turn_ends, row.answers, row.turns
         is_neutral = all(temperature == 1 for temperature in temperatures)
         values = [(field, getattr(row, field.name)) for field in fields(Row) if field.name not in ("segments", "turns")]
         return _sealed_row(
             {field.name: value for field, value in values if value is not field.default},
-            b"".join(arrays), pickle.dumps(outline, 5), len(row), row.n_action_tokens, row.turn_counts, is_neutral,
-            row.versions, row.images,
+            pickle.dumps(outline, 5), b"".join(data), layout.tobytes(), len(row), has_weights, row.n_action_tokens,
+            row.turn_counts, is_neutral, row.versions, row.images,
         )  # fmt: skip
 
     @cached_property
     def _outline(self) -> _Outline:
-        return cast(_Outline, pickle.loads(self._tokens.outline))
+        return cast(_Outline, pickle.loads(self._record))
 
     @cached_property
     def segments(self) -> list[Segment]:  # type: ignore[override]
+        records, temperatures, *_ = self._outline
+        if not records:  # a row without a record
+            return []
+        lengths, _, are_sampled = self._layout.tolist()
         data, size = bytes(self._tokens.data), 4 * self._tokens.size
-        ids, weights = array("i", data[:size]), array("f", data[size : 2 * size])
-        logprobs, result, start = array("f", data[2 * size :]), list[Segment](), 0
-        for (role, is_sampled, versions, images), length, temperature in zip(*self._outline[:3], strict=True):
-            part = slice(start, start + length)
-            sampled = logprobs[part] if is_sampled else None
+        ids, weights, logprobs = array("i", data[:size]), array("f"), array("f", data[size:])
+        if self._tokens.has_weights:
+            weights, logprobs = logprobs[: len(ids)], logprobs[len(ids) :]
+        result, start, n_sampled = list[Segment](), 0, 0
+        for (role, versions, images), temperature, length, is_sampled in zip(
+            records, temperatures, lengths, are_sampled, strict=True
+        ):
+            part, sampled = slice(start, start + length), None
+            if is_sampled:
+                sampled = logprobs[n_sampled : n_sampled + length]
+                n_sampled += length
             result.append(Segment(role, ids[part], weights[part], sampled, versions, temperature, images))
             start += length
-        if result:  # else it is a row without a record
-            _ = self.turns
-            self._open(result)
+        _ = self.turns
+        self._open(result)
         return result
 
     def _open(self, segments: list[Segment]) -> None:
         vars(self).update(segments=segments)
         self.__class__ = Row  # type: ignore[assignment]
-        for name in ("_tokens", "_outline"):
+        for name in SEALED:
             vars(self).pop(name, None)
 
     @cached_property
     def turns(self) -> list[Turn]:  # type: ignore[override]
-        return self._outline[5]
+        return self._outline[4]
 
     @property
     def turn_counts(self) -> tuple[int, int]:
         return super().turn_counts if "turns" in vars(self) else self._tokens.turn_counts
 
-    def _array(self, number: int, dtype: str) -> Any:
+    @property
+    def _layout(self) -> IntArray:
         import numpy as np
 
-        size = self._tokens.size
-        return np.frombuffer(self._tokens.data, dtype, size, 4 * size * number).copy()
+        return np.frombuffer(self._tokens.layout, np.int32).reshape(3, -1)
 
     @cached_property
     def token_ids(self) -> IntArray:
-        return cast("IntArray", self._array(0, "i4"))
+        import numpy as np
+
+        return np.frombuffer(self._tokens.data, np.int32, self._tokens.size).copy()
 
     @cached_property
     def loss_weights(self) -> FloatArray:
-        weights = cast("FloatArray", self._array(1, "f4"))
+        import numpy as np
+
+        if self._tokens.has_weights:
+            weights = np.frombuffer(self._tokens.data, np.float32, self._tokens.size, 4 * self._tokens.size).copy()
+        else:
+            lengths, acts, _ = self._layout
+            weights = acts.astype(np.float32).repeat(lengths)
         weights[:1] = 0.0  # as in `Row`
         return weights
 
     @cached_property
     def old_logprobs(self) -> FloatArray:
-        return cast("FloatArray", self._array(2, "f4"))
+        import numpy as np
+
+        lengths, _, are_sampled = self._layout
+        result = np.full(self._tokens.size, np.nan, np.float32)
+        offset = 4 * self._tokens.size * (1 + self._tokens.has_weights)
+        result[are_sampled.repeat(lengths) > 0] = np.frombuffer(self._tokens.data[offset:], np.float32)
+        return result
 
     @cached_property
     def temperatures(self) -> FloatArray | None:
-        return None if self._tokens.is_neutral else token_temperatures(self._outline[2], self._outline[1])
+        return None if self._tokens.is_neutral else token_temperatures(self._outline[1], self._layout[0])
 
     @cached_property
     def images(self) -> tuple[ImageSpan, ...]:
@@ -138,11 +168,11 @@ class SealedRow(Row):
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        return self._outline[3]
+        return self._outline[2]
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        return self._outline[4]
+        return self._outline[3]
 
     @property
     def n_action_tokens(self) -> int:
@@ -157,9 +187,9 @@ class SealedRow(Row):
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        state = {name: value for name, value in vars(self).items() if name not in ("_tokens", "_outline")}
+        state = {name: value for name, value in vars(self).items() if name not in SEALED}
         data, *tokens = self._tokens
-        return _sealed_row, (state, pickle.PickleBuffer(data) if protocol >= 5 else bytes(data), *tokens)
+        return _sealed_row, (state, self._record, pickle.PickleBuffer(data) if protocol >= 5 else bytes(data), *tokens)
 
     def copy_with(self, **attributes: Any) -> Row:
         _ = self.turns if "segments" in attributes else ()
@@ -170,9 +200,8 @@ class SealedRow(Row):
 
     def without_record(self, **attributes: Any) -> Row:
         """Its arrays stay bytes, unless they were read."""
-        _ = self.temperatures  # they are part of the outline
-        tokens = self._tokens._replace(outline=NO_SEGMENTS)
-        row = self.copy_with(_tokens=tokens, turns=[], **NO_OUTPUTS, **attributes)
+        _ = self.temperatures  # they are part of the record
+        row = self.copy_with(_record=NO_SEGMENTS, turns=[], **NO_OUTPUTS, **attributes)
         vars(row).pop("_outline", None)
         return row
 
@@ -180,9 +209,9 @@ class SealedRow(Row):
         self._drop_arrays()
 
 
-def _sealed_row(state: dict[str, Any], *tokens: Any) -> SealedRow:
+def _sealed_row(state: dict[str, Any], record: bytes, *tokens: Any) -> SealedRow:
     row: SealedRow = object.__new__(SealedRow)
-    vars(row).update(state, _tokens=_Tokens(*tokens))
+    vars(row).update(state, _record=record, _tokens=_Tokens._make(tokens))
     return row
 
 

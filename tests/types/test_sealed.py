@@ -48,6 +48,15 @@ def episode_of(member=0, **fields):
             Objective.CROSS_ENTROPY,
             [Turn(0.25, StopReason.STOP)],
         ),
+        Row(
+            [
+                Segment("prompt", [11, 12]),
+                Segment("action", [13, 14], [], [-0.25, -0.75]),
+                Segment("feedback", [15]),
+                Segment("action", [16], [], [-2.0]),
+            ],
+            turns=[Turn(0.0, StopReason.STOP), Turn(0.0, StopReason.STOP)],
+        ),
     ]
     messages = [Message("user", "?"), Message("assistant", "four <|im_end|>")]
     settings = {"reward": 1.0, "score": 1.0, "metrics": {"x": 2.0}, "fingerprints": {"task": "f"}}
@@ -69,6 +78,11 @@ def sent(episode):
 
 def is_sealed(episode):
     return bool(episode._data) and all(type(row) is SealedRow for row in episode.rows)
+
+
+def test_weights_are_sent_only_where_they_are_no_defaults():
+    sizes = [len(row._tokens.data) for row in sent(episode_of()).rows]
+    assert sizes == [4 * (7 + 7 + 3), 4 * 3, 4 * (6 + 3)]
 
 
 def test_a_sealed_episode_is_the_episode():
