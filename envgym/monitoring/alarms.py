@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import yaml
+from envgym.yaml_files import read_yaml
 
 Condition = Callable[[Sequence[float]], bool]
 """True if a metric is out of its range, given its values at all steps so far, the latest last."""
@@ -72,11 +72,6 @@ def begins_above(values: Sequence[float], limit: float) -> bool:
     return len(values) == 1 and values[0] > limit
 
 
-def rises(values: Sequence[float], factor: float, floor: float) -> bool:
-    """True if the last value is above `factor` times the first, and above `floor`."""
-    return len(values) > 1 and values[-1] > max(floor, factor * values[0])
-
-
 def mean_below(values: Sequence[float], limit: float, steps: int, min_values: int) -> bool:
     """True if the mean of the last `steps` values is smaller than `limit`, with at least `min_values` values."""
     return len(values) >= max(steps, min_values) and fmean(values[-steps:]) < limit
@@ -110,32 +105,19 @@ def sums_up(values: Sequence[float], limit: float, steps: int, negative: bool = 
 ROLE = re.compile(r"((?!env/|eval/)[^/]+/)?")
 """The role before an alarm's `metric` in a metric's name. Metrics of an environment (`env/…`) raise no alarms."""
 
-CONDITIONS: dict[str, Callable[..., bool]] = {
-    "above": is_above,
-    "below": is_below,
-    "falls_below": falls_below,
-    "begins_below": begins_below,
-    "begins_above": begins_above,
-    "rises": rises,
-    "mean_below": mean_below,
-    "jumps": jumps,
-    "grows": grows,
-    "falls_from_best": falls_from_best,
-    "sums_up": sums_up,
-}
+_CONDITIONS: tuple[Callable[..., bool], ...] = (
+    is_above, is_below, falls_below, begins_below, begins_above, mean_below, jumps, grows, falls_from_best, sums_up,
+)  # fmt: skip
+CONDITIONS = {condition.__name__.removeprefix("is_"): condition for condition in _CONDITIONS}
+"""The conditions of `alarms.yaml`."""
 
 
-def _read(file: Path) -> tuple[Alarm, ...]:
-    entries = yaml.safe_load(file.read_text(encoding="utf-8"))
-    alarms = []
-    for name, entry in entries.items():
-        [(condition, arguments)] = entry["when"].items()
-        holds = partial(CONDITIONS[condition], **arguments)
-        alarms.append(Alarm(name, entry["metric"], holds, entry["text"], entry.get("evidence", "")))
-    return tuple(alarms)
+def _alarm(name: str, entry: dict[str, Any]) -> Alarm:
+    [(condition, arguments)] = entry.pop("when").items()
+    return Alarm(name=name, condition=partial(CONDITIONS[condition], **arguments), **entry)
 
 
-ALARMS = _read(Path(__file__).with_name("alarms.yaml"))
+ALARMS = tuple(_alarm(*item) for item in read_yaml(Path(__file__).with_name("alarms.yaml")).items())
 
 
 def metric_and_sentence(name: str, record: Mapping[str, Any]) -> tuple[str, str] | None:
