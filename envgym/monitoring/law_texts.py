@@ -27,23 +27,19 @@ class Texts:
     """Compares the conversations of episodes with their tokens."""
 
     def __init__(self, renderer: Renderer, file: Path) -> None:
+        from tokenizers import Tokenizer
+
         self._renderer = renderer
-        self._file = file
-        self._tokenizer: Any = None
+        self._tokenizer: Any = Tokenizer.from_file(str(file)) if file.is_file() else None
         self._frames: dict[tuple[str, bool], tuple[str, str]] = {}
+        """The text around the first single message of each role, and whether the turn before it had ended."""
 
     def read(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """`laws/undecoded_share` of messages that are not among their tokens; `laws/unsampled_texts`, the share of
         episodes in which a turn's tokens hold another's message; `laws/template_drift`, the share of later turns before
         which the text is not what the template writes there, or wrote before."""
-        if self._tokenizer is None:
-            if not self._file.is_file():
-                return {}
-            from tokenizers import Tokenizer
-
-            self._tokenizer = Tokenizer.from_file(str(self._file))
         undecoded, foreign_texts, drifts = list[bool](), list[bool](), list[bool]()
-        for episode in episodes:
+        for episode in episodes if self._tokenizer is not None else ():
             numbers = [number for number, message in enumerate(episode.messages) if message.role == "assistant"]
             messages = episode.messages[: numbers[-1] + 1] if numbers else []
             segments = [segment for row in episode.rows for segment in row.segments]
@@ -78,35 +74,30 @@ class Texts:
     def _drifts(self, episode: Episode, messages: Sequence[Message]) -> Iterator[bool]:
         """For each observation between two turns: whether its text is not what the template writes between them. Where
         the template cannot say that (tools, raw text), whether the text around a single message differs from that
-        around earlier ones, or the text after it from that after the first prompt. Nothing for an episode that had to
-        continue in another sequence."""
+        around earlier ones, or the text after it from that after the first prompt. An episode that went on in another
+        sequence is one drift if the template can continue the first."""
         [row, *more_rows] = episode.rows
-        observed: list[list[Message]] = [[]]
-        for message in messages:
-            if message.role == "assistant":
-                observed.append([])
-            else:
-                observed[-1].append(message)
         if more_rows:
             yield from [True] * self._continues(messages)
             return
+        turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
+        opening, *observed = [messages[a + 1 : b] for a, b in zip([-1, *turns], turns, strict=False)]
         roles = [segment.role for segment in row.segments]
-        if roles != ["prompt", *["action", "feedback"] * (len(observed) - 2), "action"] or not observed[0]:
+        if roles != ["prompt", *["action", "feedback"] * len(observed), "action"] or not opening:
             return
-        texts = [self._decode(segment.token_ids) for segment in row.segments]
-        _, is_shown, opening = texts[0].rpartition(observed[0][-1].text.strip())
-        for turn in range(1, len(observed) - 1):
-            text, end = texts[2 * turn], row.segments[2 * turn - 1].token_ids[-1:]
+        _, is_shown, end_of_opening = self._decode(row.segments[0].token_ids).rpartition(opening[-1].text.strip())
+        for answer, feedback, between in zip(row.segments[1::2], row.segments[2::2], observed, strict=False):
+            text, end = self._decode(feedback.token_ids), answer.token_ids[-1:]
             has_ended = bool(end) and self._renderer.ends_turn(end[0])
-            if all(map(self._is_exact, observed[turn])) and (between := self._between(observed[0], observed[turn])):
-                yield text != (between.removeprefix(self._decode(end)) if has_ended else between)
-            elif len(observed[turn]) == 1 and is_shown:
-                head, body, tail = text.partition(observed[turn][0].text.strip())
-                frame = self._frames.setdefault((observed[turn][0].role, has_ended), (head, tail))
+            if all(map(self._is_exact, between)) and (expected := self._text_between(opening, between)):
+                yield text != (expected.removeprefix(self._decode(end)) if has_ended else expected)
+            elif len(between) == 1 and is_shown:
+                head, body, tail = text.partition(between[0].text.strip())
+                frame = self._frames.setdefault((between[0].role, has_ended), (head, tail))
                 if body:
-                    yield frame != (head, tail) or tail != opening
+                    yield frame != (head, tail) or tail != end_of_opening
 
-    def _between(self, opening: Sequence[Message], observed: Sequence[Message]) -> str:
+    def _text_between(self, opening: Sequence[Message], observed: Sequence[Message]) -> str:
         """The text from an answer on to the policy's next turn; empty if the template does not write it."""
         text = self._render([*opening, Message.assistant(ANSWER), *observed])
         head, is_shown, text = text.partition(ANSWER)
@@ -134,33 +125,31 @@ def number_of(text: object) -> float | None:
     return float(plain) if NUMBER.fullmatch(plain) else None
 
 
-def misgraded_answers(episodes: Sequence[Episode]) -> tuple[int, int]:
-    """Of the episodes with a number as the answer that the environment has read, and as the task's: those that have not
-    got the full score although it is the same, or have got it although it is another, beyond the `TOLERANCE` that a
-    grader may have. And the number of all."""
-    n_misgraded = total = 0
-    for episode in (episode for episode in episodes if episode.answer is not None and episode.score is not None):
+def misgraded_answers(episodes: Sequence[Episode]) -> list[bool]:
+    """Of each episode with a score, and with a number as the answer that the environment has read, and as the task's:
+    whether it has not got the full score although the two are the same, or has got it although they are not, beyond the
+    `TOLERANCE` that a grader may have."""
+    verdicts = []
+    for episode in (episode for episode in episodes if episode.answer is not None):
         answer, gold = number_of(episode.answer), number_of(episode.task.answer)
-        if answer is None or gold is None or 0 < abs(answer - gold) <= TOLERANCE * abs(gold):
+        if episode.score is None or answer is None or gold is None or 0 < abs(answer - gold) <= TOLERANCE * abs(gold):
             continue
-        n_misgraded += (answer == gold) != ((episode.score or 0.0) >= 1)
-        total += 1
-    return n_misgraded, total
+        verdicts.append((answer == gold) != (episode.score >= 1))
+    return verdicts
 
 
-def misread_answers(episodes: Sequence[Episode]) -> tuple[int, int]:
-    """Of the episodes whose last message has a number that the environment has read as the answer, or in a box: those
-    in which the answer is not a number there, or not the one in the last box; and those without an answer whose last
-    box has the task's, and that have no score. And the number of all."""
-    n_misread = total = 0
+def misread_answers(episodes: Sequence[Episode]) -> list[bool]:
+    """Of each episode with a number that the environment has read as the answer: whether it is not a number of the last
+    message, or not the one in its last box. Of the others whose last box has the task's answer: whether none was read,
+    and the score is 0."""
+    verdicts = []
     for episode in episodes:
         last = next((m.text for m in reversed(episode.messages) if m.role == "assistant"), "")
         boxes = [number_of(text) for text in re.findall(r"\\boxed\{([^{}]*)\}", last)][-1:]
-        answer, gold = number_of(episode.answer), number_of(episode.task.answer)
+        answer = number_of(episode.answer)
         if answer is not None:
             numbers = {abs(float(text)) for text in NUMBER.findall(last.replace(",", ""))}
-            n_misread += abs(answer) not in numbers or boxes not in ([], [None], [answer])
-        elif episode.answer is None and boxes and boxes == [gold] and episode.score is not None:
-            n_misread += episode.score == 0
-        total += answer is not None or boxes == [gold]
-    return n_misread, total
+            verdicts.append(abs(answer) not in numbers or boxes not in ([], [None], [answer]))
+        elif boxes == [number_of(episode.task.answer)]:
+            verdicts.append(episode.answer is None and episode.score == 0)
+    return verdicts

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,12 @@ from envgym.types import Episode, Group, Objective, Row, StopReason
 from .law_texts import Texts, misgraded_answers, misread_answers
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from envgym.learner import Learner
     from envgym.render import Renderer
     from envgym.rollout.config import FilterConfig
+    from envgym.types.episodes import FloatArray
 
 READ_EPISODES, SAMPLED_EPISODES = 16, 4
 """Episodes of a step whose last answers are read, and of these the ones that are compared with their tokens."""
@@ -51,10 +52,12 @@ class Laws:
         self._renderer = renderer
         self._judges_groups = judges_groups
         self._samples = samples
+        self._is_language = learner.roles["actor"].head == "lm"
         self._texts = Texts(renderer, Path(model) / "tokenizer.json")
         self._members: dict[str, dict[str, Episode]] = {}
         """The episodes of the groups that wait in the buffer, by id."""
-        self._answers: deque[tuple[int, ...]] = deque(maxlen=5)
+        self._answers: deque[tuple[list[bool], list[bool]]] = deque(maxlen=5)
+        """For answers of the last steps, whether they were graded wrongly, and whether they were read wrongly."""
         self._selects = False
         """True if a filter may drop groups: those that stay are no sample of the policy's distribution."""
         self._seconds = 0.0
@@ -91,15 +94,14 @@ class Laws:
             self._selects = filter is not None
             finished = [e for group in groups for e in group.episodes if e.is_counted and not e.failed]
             read = finished[:: max(1, len(finished) // READ_EPISODES)][:READ_EPISODES]
-            record = {"laws/missing_groups": float(max(0, n_missing))} | self._losses(groups, batch, buffered, size)
+            record = numbers(missing_groups=float(max(0, n_missing))) | self._losses(groups, batch, buffered, size)
             record |= self._drops(groups, {group.id for group in [*batch, *buffered]}, filter)
             if self._samples:
-                record |= reward_errors(finished, has_tallies=not self._judges_groups)
+                record |= numbers(reward_error=reward_error(finished, has_tallies=not self._judges_groups))
                 graded = finished[:: stride_of(len(finished), MOST_COUNTED)]
-                self._answers.append((*misgraded_answers(graded), *misread_answers(read)))
-                sums = [sum(counts) for counts in zip(*self._answers, strict=True)]
-                for name, (n, total) in (("misgraded", sums[:2]), ("misread", sums[2:])):
-                    record |= {f"laws/{name}_share": n / total} if total >= MIN_ANSWERS else {}
+                self._answers.append((misgraded_answers(graded), misread_answers(read)))
+                shares = [share_of(list(chain(*steps))) for steps in zip(*self._answers, strict=True)]
+                record |= numbers(misgraded_share=shares[0], misread_share=shares[1])
             return record | self._texts.read(read[:: max(1, len(read) // SAMPLED_EPISODES)])
 
     def _counts(self, episode: Episode) -> bool:
@@ -118,7 +120,7 @@ class Laws:
         waiting = {group.id for group in buffered}
         self._members = {name: members for name, members in self._members.items() if name in waiting}
         share = (max(0, n_unreturned) + len(missing)) / max(1, size * len(groups))
-        return {"laws/lost_share": share} | _lengths("lost", missing, trained)
+        return numbers(lost_share=share, lost_length=length_ratio(missing, trained))
 
     def _drops(self, groups: Sequence[Group], names: set[str], filter: FilterConfig | None) -> dict[str, float]:
         """The share of groups of which the settings do not say that they are dropped, or stay under one of the `names`;
@@ -130,64 +132,54 @@ class Laws:
             is_expected = (len(members) < minimum or is_dropped(members, filter)) == (group.id not in names)
             n_surprising += not is_expected
             (expected if is_expected else surprising).extend(members)
-        return {"laws/unexplained_drops": n_surprising / max(1, len(groups))} | _lengths(
-            "dropped", surprising, expected
-        )
+        share = n_surprising / max(1, len(groups))
+        return numbers(unexplained_drops=share, dropped_length=length_ratio(surprising, expected))
 
     # -- the update -----------------------------------------------------------------------------------------------
 
     def of_rows(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The laws of the rows that the learner prepared from `groups`, before their passes."""
         with self._timed():
-            episodes = [episode for group in groups for episode in group.episodes]
             weights = [(row, row.loss_weights) for row in sample_of(rows) if row.segments]
-            record = unsampled_share(weights) if self._is_language else {}
-            if not self._samples:
-                return record
-            if (lag := version_lag(groups[:: stride_of(len(rows), MOST_ROWS)])) is not None:
-                record["laws/old_versions"] = lag
-            if not self._learner.needs_policy_samples:
-                return record
-            returns = (self._learner.returns or {}).items()
-            errors = [abs(value - (episodes[index].reward or 0.0)) for index, value in returns]
-            record |= {"laws/return_error": max(errors)} if errors else {}
-            repeated = [len(rows) - sum(len(episode.rows) for episode in episodes), len(rows) - len({*map(id, rows)})]
-            repeated.append(len(episodes) - len({episode.id for episode in episodes}))
-            return record | {"laws/repeated_rows": float(max(0, *repeated))}
-
-    @property
-    def _is_language(self) -> bool:
-        return self._learner.roles["actor"].head == "lm"
+            record = numbers(unsampled_share=unsampled_share(weights)) if self._is_language else {}
+            if self._samples:
+                record |= numbers(old_versions=version_lag(groups[:: stride_of(len(rows), MOST_ROWS)]))
+            if self._samples and self._learner.needs_policy_samples:
+                episodes = [episode for group in groups for episode in group.episodes]
+                returns = (self._learner.returns or {}).items()
+                errors = [abs(value - (episodes[index].reward or 0.0)) for index, value in returns]
+                n_repeated = max(
+                    0,
+                    len(rows) - sum(len(episode.rows) for episode in episodes),
+                    len(rows) - len({*map(id, rows)}),
+                    len(episodes) - len({episode.id for episode in episodes}),
+                )
+                record |= numbers(return_error=max(errors, default=None), repeated_rows=float(n_repeated))
+            return record
 
     def of_first_pass(self, rows: Sequence[Row], probe_difference: float | None) -> dict[str, float]:
         """The laws of an update's first pass, over the rows of its first optimizer step, before that.
         `probe_difference`: by how much engine and trainer differ on a fixed text, in nats."""
         with self._timed():
-            record: dict[str, float] = {}
-            if not self._selects and (surprise := surprise_in_errors(rows)) is not None:
-                record["laws/surprise"] = surprise
-            gaps = turn_gaps(sample_of(rows))
-            if gaps["first"] and probe_difference is not None:
-                record["laws/sampler_gap"] = fmean(gaps["first"]) / max(1e-3, probe_difference)
-            if gaps["first"] and gaps["later"]:
-                record["laws/later_turns"] = fmean(gaps["later"]) / max(1e-3, fmean(gaps["first"]))
-            return record | denominators(rows, self._learner)
+            surprise = None if self._selects else surprise_in_errors(rows)
+            gap, later_gap = turn_gaps(sample_of(rows))
+            gaps = numbers(sampler_gap=gap_ratio(gap, probe_difference), later_turns=gap_ratio(later_gap, gap))
+            return numbers(surprise=surprise) | gaps | denominators(rows, self._learner)
 
     def of_update(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The laws of an update, over the rows that the learner prepared from `groups`, after their passes."""
         with self._timed():
-            passed = [row for row in sample_of(rows) if row.segments and row.pushes is not None]
+            passed = [(row, row.pushes) for row in sample_of(rows) if row.segments and row.pushes is not None]
             if not self._is_language or not passed:  # the policy may wait for its critic
                 return {}
-            record = unsampled_share([(row, pushes_of(row)) for row in passed])
             stops = [e.tally is not None and e.tally.stops for group in groups for e in group.episodes]
-            if (share := end_learned_share(passed, self._renderer, stops)) is not None:
-                record["laws/end_learned_share"] = share
+            ends = end_learned_share(passed, self._renderer, stops)
+            record = numbers(unsampled_share=unsampled_share(passed), end_learned_share=ends)
             if self._learner.needs_policy_samples:
                 record |= self._untrained(rows, groups)
                 if self._learner.returns is not None:  # else rewards are shaped, and need not decide
-                    sign = sign_agreement(passed, groups, has_tallies=not self._judges_groups)
-                    record |= {} if sign is None else {"laws/sign": sign}
+                    read = [row for row, _ in passed]
+                    record |= numbers(sign=sign_agreement(read, groups, has_tallies=not self._judges_groups))
             return record
 
     def _untrained(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
@@ -195,11 +187,8 @@ class Laws:
         truncated episodes where these are left out."""
         n = stride_of(len(rows), MOST_COUNTED)
         passed = [row for row in rows if row.first_outputs is not None and row.group_index % n == 0]
-        weights, lengths = joined_weights(passed)
-        counts = Counter[int]()
-        for row, count in zip(passed, row_sums(weights > 0, lengths), strict=True):
-            counts[row.episode_index] += int(count)
-        missing, trained, n_sampled, n_lost = list[Episode](), list[Episode](), 0, 0
+        counts = episode_sums(passed, joined(passed, "loss_weights") > 0)
+        missing, trained, n_sampled, n_lost = list[Episode](), list[Episode](), 0, 0.0
         for group in groups[::n]:
             rewarded = [episode for episode in group.episodes if episode.reward is not None]
             for episode in rewarded if len(rewarded) >= self._learner.min_group_size else ():
@@ -208,15 +197,21 @@ class Laws:
                 n_tokens, count = episode.n_new_tokens, counts[episode.rows[0].episode_index]
                 n_sampled, n_lost = n_sampled + n_tokens, n_lost + max(0, n_tokens - count)
                 (missing if count < n_tokens / 2 else trained).append(episode)
-        return {"laws/untrained_share": n_lost / max(1, n_sampled)} | _lengths("untrained", missing, trained)
+        share = n_lost / max(1, n_sampled)
+        return numbers(untrained_share=share, untrained_length=length_ratio(missing, trained))
 
 
-def _lengths(name: str, subset: Sequence[Episode], complement: Sequence[Episode]) -> dict[str, float]:
-    """The mean length of some episodes as a multiple of that of others; empty without either."""
+def numbers(**laws: float | None) -> dict[str, float]:
+    """The laws that have a number, by the names of their metrics."""
+    return {f"laws/{name}": number for name, number in laws.items() if number is not None}
+
+
+def length_ratio(subset: Sequence[Episode], complement: Sequence[Episode]) -> float | None:
+    """The mean length of some episodes as a multiple of that of others; None without either."""
     if not subset or not complement:
-        return {}
+        return None
     means = [fmean([episode.n_action_tokens for episode in part]) for part in (subset, complement)]
-    return {f"laws/{name}_length": means[0] / means[1]} if all(means) else {}
+    return means[0] / means[1] if all(means) else None
 
 
 def is_dropped(members: Sequence[Episode], filter: FilterConfig | None) -> bool:
@@ -233,7 +228,7 @@ def is_dropped(members: Sequence[Episode], filter: FilterConfig | None) -> bool:
     )
 
 
-def reward_errors(episodes: Sequence[Episode], *, has_tallies: bool) -> dict[str, float]:
+def reward_error(episodes: Sequence[Episode], *, has_tallies: bool) -> float | None:
     """The largest difference between an episode's reward, the sum of its turns' and, with tallies, what its environment
     gave."""
     errors = list[float]()
@@ -243,7 +238,12 @@ def reward_errors(episodes: Sequence[Episode], *, has_tallies: bool) -> dict[str
         sums = [math.fsum([turn.reward or 0.0 for row in episode.rows for turn in row.turns])]
         sums += [episode.tally.rewards or 0.0] if has_tallies and episode.tally is not None else []
         errors += [abs(total - episode.reward) / max(1.0, abs(total)) for total in sums]
-    return {"laws/reward_error": max(errors)} if errors else {}
+    return max(errors, default=None)
+
+
+def share_of(verdicts: Sequence[bool]) -> float | None:
+    """The share of true ones, if they are enough."""
+    return fmean(verdicts) if len(verdicts) >= MIN_ANSWERS else None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -261,31 +261,27 @@ def sample_of(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.group_index % n == 0]
 
 
-def pushes_of(row: Row) -> NDArray[np.float32]:
-    """[T] the row's pushes, after its pass."""
-    assert row.pushes is not None, "its pass is over"
-    return row.pushes
-
-
-def gaps_of(row: Row) -> NDArray[np.float32]:
-    """[T] the trainer's log-probabilities less the sampler's, after the row's pass; NaN where nothing was sampled."""
-    assert row.first_outputs is not None, "its pass is over"
-    return row.first_outputs - row.old_logprobs
-
-
-def row_sums(values: NDArray[Any], lengths: Sequence[int]) -> list[float]:
-    """The sum of the values of each row, of rows of these lengths one after the other."""
+def joined(rows: Sequence[Row], name: str) -> FloatArray:
+    """The arrays of this name of rows, one after the other."""
     import numpy as np
 
-    return np.add.reduceat(values, np.cumsum([0, *lengths[:-1]]), dtype=np.float64).tolist() if lengths else []
+    return np.concatenate([getattr(row, name) for row in rows] or [np.zeros(0, np.float32)])
 
 
-def joined_weights(rows: Sequence[Row]) -> tuple[NDArray[np.float32], list[int]]:
-    """The loss weights of rows, one after the other, and the rows' lengths."""
+def row_sums(rows: Sequence[Row], values: NDArray[Any]) -> list[float]:
+    """The sum of each row's values, which are those of the rows one after the other."""
     import numpy as np
 
-    weights = [row.loss_weights for row in rows]
-    return np.concatenate(weights) if rows else np.zeros(0, np.float32), [*map(len, weights)]
+    starts = np.cumsum([0, *(len(row.loss_weights) for row in rows[:-1])])
+    return np.add.reduceat(values, starts, dtype=np.float64).tolist() if rows else []
+
+
+def episode_sums(rows: Sequence[Row], values: NDArray[Any]) -> Mapping[int, float]:
+    """The same of each episode, by its index; 0 for others."""
+    sums = defaultdict[int, float](float)
+    for row, total in zip(rows, row_sums(rows, values), strict=True):
+        sums[row.episode_index] += total
+    return sums
 
 
 def turn_spans(row: Row) -> list[tuple[int, int, bool]]:
@@ -299,32 +295,35 @@ def turn_spans(row: Row) -> list[tuple[int, int, bool]]:
     return spans
 
 
-def unsampled_share(rows: Sequence[tuple[Row, NDArray[np.float32]]]) -> dict[str, float]:
+def unsampled_share(rows: Sequence[tuple[Row, FloatArray]]) -> float | None:
     """The share of the weights, or pushes, [T] of rows that is at tokens of others than the policy (in a policy
     gradient, at tokens without a sampler's log-probability)."""
-    import numpy as np
-
     total = sampled_total = 0.0
     for row, values in rows:
-        sizes, needs_sampling = np.abs(values), row.objective is Objective.POLICY_GRADIENT
+        sizes, needs_sampling = abs(values), row.objective is Objective.POLICY_GRADIENT
         total += float(sizes.sum())
         for start, end, is_sampled in turn_spans(row):
             sampled_total += float(sizes[start:end].sum()) if is_sampled or not needs_sampling else 0.0
-    return {"laws/unsampled_share": max(0.0, 1 - sampled_total / total)} if total else {}
+    return max(0.0, 1 - sampled_total / total) if total else None
 
 
-def end_learned_share(rows: Sequence[Row], renderer: Renderer, stops: Sequence[bool]) -> float | None:
+def end_learned_share(
+    rows: Sequence[tuple[Row, FloatArray]], renderer: Renderer, stops: Sequence[bool]
+) -> float | None:
     """The share of the turns that ended by themselves and are in the loss, whose last token ends a turn and is in the
-    loss too; None without such turns. `stops[i]`: turns of episode i may end with other tokens."""
+    loss too; None without such turns. The rows are given with their pushes. `stops[i]`: turns of episode i may end with
+    other tokens."""
     good = total = 0
-    noise = 1e-3 * max((float(abs(pushes_of(row)).max()) for row in rows), default=0.0)  # a KL term alone is noise
-    for row in (row for row in rows if not stops[row.episode_index]):
+    noise = 1e-3 * max((float(abs(pushes).max()) for _, pushes in rows), default=0.0)  # a KL term alone is noise
+    for row, pushes in rows:
+        if stops[row.episode_index]:
+            continue
         pairs = list(zip(turn_spans(row), row.turns, strict=False))
         for (start, end, _), turn in pairs if row.objective is Objective.POLICY_GRADIENT else pairs[-1:]:
             is_learned = "advantages" not in row.arrays or row.arrays["advantages"][start:end].any()
-            if turn.stop_reason is StopReason.STOP and is_learned and (abs(pushes_of(row)[start:end]) > noise).any():
+            if turn.stop_reason is StopReason.STOP and is_learned and (abs(pushes[start:end]) > noise).any():
                 total += 1
-                good += renderer.ends_turn(int(row.token_ids[end - 1])) and pushes_of(row)[end - 1] != 0
+                good += renderer.ends_turn(int(row.token_ids[end - 1])) and pushes[end - 1] != 0
     return good / total if total else None
 
 
@@ -334,17 +333,17 @@ def sign_agreement(rows: Sequence[Row], groups: Sequence[Group], *, has_tallies:
     import numpy as np
 
     episodes = [episode for group in groups for episode in group.episodes]
-    pushes: dict[int, list[NDArray[np.float32]]] = defaultdict(list)
-    for row in rows:
-        pushes[row.episode_index].append(pushes_of(row)[row.loss_weights > 0])
+    is_trained = joined(rows, "loss_weights") > 0
+    counts = episode_sums(rows, is_trained)
+    signs = episode_sums(rows, is_trained * np.sign(joined(rows, "pushes")))
     is_single = max([len(group.episodes) for group in groups], default=0) < 2
     by_group: dict[object, list[tuple[float, float]]] = defaultdict(list)
-    for index, parts in pushes.items():
-        episode, tokens = episodes[index], np.concatenate(parts)
+    for index, count in counts.items():
+        episode = episodes[index]
         tally = episode.tally if has_tallies and not episode.failed else None
         reward = episode.reward if tally is None else tally.rewards
-        if len(tokens) and reward is not None:
-            by_group[0 if is_single else episode.group_id].append((reward, float(np.sign(tokens).mean())))
+        if count and reward is not None:
+            by_group[0 if is_single else episode.group_id].append((reward, signs[index] / count))
     agreements = list[float]()
     for pairs in by_group.values():
         values = np.array(pairs[:MOST_MEMBERS])
@@ -359,41 +358,38 @@ def denominators(rows: Sequence[Row], learner: Learner) -> dict[str, float]:
     Empty where the settings do not say it."""
     import numpy as np
 
-    slopes: tuple[list[tuple[float, float]], ...] = [], []
+    parts: tuple[list[tuple[float, float]], ...] = [], []
+    """The squares of what each row's pushes must be, and these times what they are: by the trainer's policy, and by the
+    sampler's, since the old policy may be either."""
     for objective in (Objective.POLICY_GRADIENT, Objective.CROSS_ENTROPY):
         members = [row for row in rows if row.objective is objective and row.pushes is not None]
-        is_weighted = objective is Objective.POLICY_GRADIENT
-        weights, lengths = joined_weights(members)
-        totals = defaultdict[int, float](float)
-        for row, total in zip(members, row_sums(weights > 0 if is_weighted else weights, lengths), strict=True):
-            totals[row.episode_index] += total
-        shares = learner.token_shares(objective, totals)
-        if shares is None or (is_weighted and not all("advantages" in row.arrays for row in members)):
+        has_advantages = objective is Objective.POLICY_GRADIENT
+        weights = joined(members, "loss_weights")
+        shares = learner.token_shares(objective, episode_sums(members, weights > 0 if has_advantages else weights))
+        read = sample_of(members)
+        if not read or shares is None or (has_advantages and not all("advantages" in row.arrays for row in members)):
             continue
-        if not (read := sample_of(members)):
-            continue
-        weights, lengths = joined_weights(read)
-        expected, ratios = weights, np.ones(1)
-        if is_weighted:
-            gaps = np.concatenate([gaps_of(row) for row in read])
-            is_near = (weights > 0) & (np.abs(gaps) < NEAR)
+        expected, ratios = joined(read, "loss_weights"), np.ones(1)
+        if has_advantages:
+            gaps = joined(read, "first_outputs") - joined(read, "old_logprobs")
+            is_near = (expected > 0) & (np.abs(gaps) < NEAR)
             expected = np.where(is_near, np.concatenate([row.arrays["advantages"] for row in read]), 0.0)
-            ratios = np.exp(np.where(is_near, gaps, 0.0))  # to the sampler, which is the old policy or not
+            ratios = np.exp(np.where(is_near, gaps, 0.0))
+        lengths = [len(row.loss_weights) for row in read]
         expected = expected * np.repeat([shares[row.episode_index] for row in read], lengths)
-        pushes = np.concatenate([pushes_of(row) for row in read])
-        for part, values in zip(slopes, (expected, expected * ratios), strict=True):
-            slope = map(abs, row_sums(pushes * values, lengths))
-            part += zip(row_sums(np.square(values), lengths), slope, strict=True)
-    noise = [0.01 * max((squares for squares, _ in part), default=0.0) for part in slopes]
-    if not any(noise):
-        return {}
-    ratios_of = [[y / x for x, y in part if x > limit] for part, limit in zip(slopes, noise, strict=True)]
-    pushed = [sorted(slope for slope in part if slope > 1e-6) for part in ratios_of]
-    factors = [
-        max(median(part), 1 / median(part), part[len(part) * 7 // 8] / part[len(part) // 8]) for part in pushed if part
-    ]
-    unpushed = {"laws/unpushed_share": 1 - len(pushed[0]) / len(ratios_of[0])}
-    return unpushed | ({"laws/denominator": min(factors)} if factors else {})
+        pushes = joined(read, "pushes")
+        for part, values in zip(parts, (expected, expected * ratios), strict=True):
+            part += zip(row_sums(read, np.square(values)), map(abs, row_sums(read, pushes * values)), strict=True)
+    factors, unpushed_shares = list[float](), list[float]()
+    for part in parts:
+        noise = 0.01 * max((square for square, _ in part), default=0.0)
+        slopes = [product / square for square, product in part if square > noise]
+        pushed = sorted(slope for slope in slopes if slope > 1e-6)
+        unpushed_shares += [1 - len(pushed) / len(slopes)] if slopes else []
+        if pushed:
+            spread = pushed[len(pushed) * 7 // 8] / pushed[len(pushed) // 8]
+            factors.append(max(median(pushed), 1 / median(pushed), spread))
+    return numbers(unpushed_share=next(iter(unpushed_shares), None), denominator=min(factors, default=None))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -408,14 +404,10 @@ def surprise_in_errors(rows: Sequence[Row]) -> float | None:
 
     if not all(row.is_on_policy and row.first_outputs is not None for row in rows):
         return None
-    sampled, *columns = (
-        np.concatenate([getattr(row, name) for row in rows] or [np.zeros(0)])
-        for name in ("old_logprobs", "entropies", "first_outputs")
-    )
-    mask = np.isfinite(sampled)
-    if not mask.any():
+    is_sampled = np.isfinite(joined(rows, "old_logprobs"))
+    if not is_sampled.any():
         return None
-    entropies, logprobs = (column[mask].astype(np.float64) for column in columns)
+    entropies, logprobs = (joined(rows, name)[is_sampled].astype(np.float64) for name in ("entropies", "first_outputs"))
     excess = -logprobs - entropies
     # Where one token is nearly certain, others come too rarely for their squares. Over a language model's tokens of
     # entropies H from 0.0001 to 3 nats the variance of -log p is about H (2 - 1.6 log H): measured with the starter.
@@ -425,18 +417,23 @@ def surprise_in_errors(rows: Sequence[Row]) -> float | None:
     return 0.0 if is_small else float(excess.sum()) / math.sqrt(variance)
 
 
-def turn_gaps(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """The mean absolute difference of the sampler's log-probabilities from the trainer's, in nats, of each first turn
-    and of each later one, in rows that the weights about to be trained have sampled."""
-    import numpy as np
-
-    gaps: dict[str, list[float]] = {"first": [], "later": []}
-    for row in (row for row in rows if row.is_on_policy and row.first_outputs is not None):
-        differences = np.abs(gaps_of(row))
+def turn_gaps(rows: Sequence[Row]) -> tuple[float | None, float | None]:
+    """The mean absolute difference of the sampler's log-probabilities from the trainer's, in nats, over first turns and
+    over later ones, in rows that the weights about to be trained have sampled. A long turn counts as a short one."""
+    gaps, later_gaps = list[float](), list[float]()
+    for row in rows:
+        if not row.is_on_policy or row.first_outputs is None:
+            continue
+        differences = abs(row.first_outputs - row.old_logprobs)
         for number, (start, end, _) in enumerate(turn_spans(row)):
             if start < end and math.isfinite(mean := float(differences[start:end].mean())):
-                gaps["later" if number else "first"].append(mean)
-    return gaps
+                (later_gaps if number else gaps).append(mean)
+    return fmean(gaps) if gaps else None, fmean(later_gaps) if later_gaps else None
+
+
+def gap_ratio(gap: float | None, reference: float | None) -> float | None:
+    """A gap as a multiple of another one, which counts as a thousandth of a nat if it is less."""
+    return None if gap is None or reference is None else gap / max(1e-3, reference)
 
 
 def version_lag(groups: Sequence[Group]) -> float | None:
@@ -445,8 +442,6 @@ def version_lag(groups: Sequence[Group]) -> float | None:
     lags = list[bool]()
     for group in groups:
         if match := re.match(r"step-(\d+)-", group.id):
-            version = int(match[1]) - 1
-            for row in (row for episode in group.episodes for row in episode.rows):
-                versions = [span.version for segment in row.segments for span in segment.versions]
-                lags.append(not versions or min(versions) < version)
+            rows = [row for episode in group.episodes for row in episode.rows]
+            lags += [not row.versions or row.versions[0] < int(match[1]) - 1 for row in rows]
     return fmean(lags) if lags else None

@@ -13,7 +13,7 @@ from envgym.monitoring.laws import (
     denominators,
     end_learned_share,
     is_dropped,
-    reward_errors,
+    reward_error,
     sign_agreement,
     surprise_in_errors,
     turn_gaps,
@@ -75,6 +75,11 @@ def learned(groups, learner):
     return rows
 
 
+def pushed(rows):
+    """Each row with its pushes."""
+    return [(row, row.pushes) for row in rows]
+
+
 @pytest.fixture
 def learner():
     return GRPO(GRPOConfig(name="grpo"))
@@ -107,25 +112,25 @@ def test_a_right_step_keeps_every_law(learner):
 def test_gradient_at_tokens_of_others_is_a_share_of_it(learner):
     [row] = learned([Group("g", Task("t"), [episode_of(0, 1.0, 3), episode_of(1, 0.0, 3)])], learner)[:1]
     row.pushes = np.ones(6, np.float32)
-    assert unsampled_share([(row, row.pushes)]) == {"laws/unsampled_share": pytest.approx(0.5)}
+    assert unsampled_share([(row, row.pushes)]) == pytest.approx(0.5)
     row.segments[1].logprobs = None  # recorded as an action that nobody sampled
-    assert unsampled_share([(row, row.pushes)]) == {"laws/unsampled_share": pytest.approx(1.0)}
-    assert unsampled_share([(row, 0 * row.pushes)]) == {}
+    assert unsampled_share([(row, row.pushes)]) == pytest.approx(1.0)
+    assert unsampled_share([(row, 0 * row.pushes)]) is None
 
 
 def test_an_end_counts_if_it_ends_a_turn_and_is_in_the_loss(learner):
     rows = learned([group_of(1.0, 0.0)], learner)
-    assert end_learned_share(rows, Ends(), [False] * 2) == 1
+    assert end_learned_share(pushed(rows), Ends(), [False] * 2) == 1
     rows[0].pushes[-1] = 0.0
-    assert end_learned_share(rows, Ends(), [False] * 2) == 0.5
+    assert end_learned_share(pushed(rows), Ends(), [False] * 2) == 0.5
     rows[0].arrays["advantages"][:] = 0.0  # what is left is the KL term, whose gradient is 0 at a certain token
-    assert end_learned_share(rows, Ends(), [False] * 2) == 1
+    assert end_learned_share(pushed(rows), Ends(), [False] * 2) == 1
     rows[1].token_ids[-1] = 9  # another token was the last
-    assert end_learned_share(rows, Ends(), [False] * 2) == 0
-    assert end_learned_share(rows, Ends(), [True] * 2) is None  # the environment has stops of its own
+    assert end_learned_share(pushed(rows), Ends(), [False] * 2) == 0
+    assert end_learned_share(pushed(rows), Ends(), [True] * 2) is None  # the environment has stops of its own
     for row in rows:
         row.turns[0] = replace(row.turns[0], stop_reason=StopReason.LENGTH)
-    assert end_learned_share(rows, Ends(), [False] * 2) is None
+    assert end_learned_share(pushed(rows), Ends(), [False] * 2) is None
 
 
 def test_the_sign_is_that_of_what_the_environment_gave(learner):
@@ -198,7 +203,7 @@ def test_tokens_of_another_distribution_are_too_likely_or_too_unlikely():
 def test_gaps_of_first_and_later_turns_are_apart():
     row = row_of(2, 3)
     row.first_outputs = np.nan_to_num(row.old_logprobs) + np.array([0, 0, 0, 0.5, 0.5, 0, 0, 0, 2, 2, 2])
-    assert turn_gaps([row]) == {"first": [0.5], "later": [2.0]}
+    assert turn_gaps([row]) == (0.5, 2.0)
 
 
 def test_versions_are_those_that_a_group_was_started_with():
@@ -255,13 +260,13 @@ def test_a_drop_is_explained_by_the_settings(learner):
 
 def test_rewards_are_those_of_the_turns_and_of_the_environment():
     episode = episode_of(0, 1.0, 3)
-    assert reward_errors([episode], has_tallies=True) == {"laws/reward_error": 0.0}
+    assert reward_error([episode], has_tallies=True) == 0.0
     twice = replace(episode, reward=2.0)
-    assert reward_errors([twice], has_tallies=False) == {"laws/reward_error": 1.0}
+    assert reward_error([twice], has_tallies=False) == 1.0
     twice.rows[0].turns[0].reward = 2.0
-    assert reward_errors([twice], has_tallies=False) == {"laws/reward_error": 0.0}
-    assert reward_errors([twice], has_tallies=True) == {"laws/reward_error": 1.0}
-    assert reward_errors([replace(episode, reward=None)], has_tallies=True) == {}
+    assert reward_error([twice], has_tallies=False) == 0.0
+    assert reward_error([twice], has_tallies=True) == 1.0
+    assert reward_error([replace(episode, reward=None)], has_tallies=True) is None
 
 
 def test_returns_and_rows_count_once(learner):
@@ -296,15 +301,15 @@ def told(answer, gold, score, text):
 @pytest.mark.parametrize(
     ("answer", "gold", "score", "text", "misgraded", "misread"),
     [
-        ("46", 46, 1.0, r"12 + 34 = \boxed{46}", (0, 1), (0, 1)),
-        ("1,046", "1046", 1.0, "It is 1,046.", (0, 1), (0, 1)),
-        ("12", 46, 0.0, r"12 + 34 = \boxed{46}", (0, 1), (1, 1)),  # the first number, not the box
-        ("4", 46, 0.0, "It is 46.", (0, 1), (1, 1)),
-        ("46", 46, 0.0, "46", (1, 1), (0, 1)),
-        ("47", 46, 1.0, "47", (1, 1), (0, 1)),
-        (None, 46, 0.0, r"\boxed{46}", (0, 0), (1, 1)),  # the box was not read
-        (None, 46, 0.0, "I do not know", (0, 0), (0, 0)),
-        ("B", "B", 1.0, "B", (0, 0), (0, 0)),
+        ("46", 46, 1.0, r"12 + 34 = \boxed{46}", [False], [False]),
+        ("1,046", "1046", 1.0, "It is 1,046.", [False], [False]),
+        ("12", 46, 0.0, r"12 + 34 = \boxed{46}", [False], [True]),  # the first number, not the box
+        ("4", 46, 0.0, "It is 46.", [False], [True]),
+        ("46", 46, 0.0, "46", [True], [False]),
+        ("47", 46, 1.0, "47", [True], [False]),
+        (None, 46, 0.0, r"\boxed{46}", [], [True]),  # the box was not read
+        (None, 46, 0.0, "I do not know", [], []),
+        ("B", "B", 1.0, "B", [], []),
     ],
 )
 def test_an_answer_is_read_where_it_stands(answer, gold, score, text, misgraded, misread):
