@@ -73,9 +73,6 @@ class ModelLearning(ModelState):
     """Training of a `ModelWorker`. All calls are collective."""
 
     _outputs: list[FloatArray]
-    _pushes: list[FloatArray]
-    _gradient: torch.Tensor | None
-    """[B, T] the gradient by the outputs of the last micro-batch, once its backward pass has reached them."""
     _row_layout: Layout
     _with_images: bool
 
@@ -94,7 +91,7 @@ class ModelLearning(ModelState):
         load-balancing loss of experts does: it is averaged over micro-batches, weighted by their tokens.
         """
         self.engine.train()
-        self._outputs, self._pushes = [], []
+        self._outputs = []
         self._row_layout = layout
         self._with_images = with_images
         shares = self._shares_of_tokens(microbatches) if self.network.balance else [0.0] * len(microbatches)
@@ -103,9 +100,11 @@ class ModelLearning(ModelState):
         total: MetricSums = {}
         for index, batch in enumerate(microbatches):
             self.engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            loss, metrics = self._loss(batch, normalizers, shares[index])
+            loss, metrics, output, pushes = self._loss(batch, normalizers, shares[index])
             self.engine.backward(loss * copies, scale_wrt_gas=False)
-            self._add_pushes(batch, copies * (zero.loss_scale(self.engine) or 1.0))
+            if output.grad is not None:
+                scale = np.float32(copies * (zero.loss_scale(self.engine) or 1.0))
+                pushes[:] = -output.grad.float().cpu().numpy() / scale
             add_metrics(total, metrics)
         return total | {"memory/max": (peak_memory(self.device), 1.0)}
 
@@ -113,7 +112,7 @@ class ModelLearning(ModelState):
         """[3, T] float32 per sample of the last `accumulate`, in its order: the log-probabilities or values of its
         forward pass, the entropies of their distributions (0 for values), and minus the gradient of the step's loss by
         each log-probability or value."""
-        return [np.stack([*lines, push]) for lines, push in zip(self._outputs, self._pushes, strict=True)]
+        return [lines.copy() for lines in self._outputs]
 
     def step(self, lr: float) -> dict[str, float]:
         """Take the optimizer step with the accumulated gradient, and update the moving average of the weights. Raises
@@ -143,10 +142,11 @@ class ModelLearning(ModelState):
 
     def _loss(
         self, samples: Sequence[Row], normalizers: Mapping[str, float], share_of_tokens: float
-    ) -> tuple[torch.Tensor, MetricSums]:
-        """A micro-batch's share of the step's loss, over all its objectives. Appends the log-probabilities or
-        values to `_outputs`. Raises `RunError` if the loss is not finite. One forward pass has all samples, sorted by
-        objective: `order` are their indexes."""
+    ) -> tuple[torch.Tensor, MetricSums, torch.Tensor, FloatArray]:
+        """A micro-batch's share of the step's loss, over all its objectives; its metrics; the log-probabilities or
+        values [B, T], whose gradient is retained; and the place [B, T] in `_outputs` for what that gradient says.
+        Raises `RunError` if the loss is not finite. One forward pass has all samples, sorted by objective: `order` are
+        their indexes."""
         assert self.learner is not None
         parts: dict[str, list[int]] = {}
         for index, sample in enumerate(samples):
@@ -164,17 +164,17 @@ class ModelLearning(ModelState):
             n_tokens = cost(samples, layout="packed")
             metrics["tokens/shared_share"] = (float(n_tokens - len(prefixes)), float(n_tokens))
         output = outputs["logprobs" if self.network.head == "lm" else "values"]
-        self._gradient, self._order = None, np.argsort(order)
         if output.requires_grad:
-            output.register_hook(self._set_gradient)
-        numbers = torch.stack([output.detach(), outputs.get("entropy", torch.zeros_like(output)).detach()])
-        lines = numbers.float().cpu().numpy()[:, self._order]
-        self._outputs += [lines[:, index, : len(sample.token_ids)] for index, sample in enumerate(samples)]
+            output.retain_grad()
+        zeros = torch.zeros_like(output)
+        lines = torch.stack([output, outputs.get("entropy", zeros), zeros]).detach().float().cpu().numpy()
+        places = zip(np.argsort(order), samples, strict=True)
+        self._outputs += [lines[:, place, : len(sample.token_ids)] for place, sample in places]
         if balance is not None:
             loss = loss + self.learner.config.moe_aux_coef * share_of_tokens * balance
             metrics["moe/aux_loss"] = (share_of_tokens * float(balance.detach()), share_of_tokens)
         if is_padding(samples):
-            return loss, metrics
+            return loss, metrics, output, lines[2]
         split = zip(*(numbers.split([*map(len, parts.values())]) for numbers in outputs.values()), strict=True)
         for batch, numbers in zip(batches, split, strict=True):
             batch_outputs = Outputs(**dict(zip(outputs, numbers, strict=True)))
@@ -192,19 +192,7 @@ class ModelLearning(ModelState):
             current = torch.tensor([samples[index].is_on_policy for index in order], device=self.device)
             old = torch.cat([batch.old_logprobs for batch in batches])
             add_metrics(metrics, mismatch(outputs["logprobs"].detach(), old, current))
-        return loss, metrics
-
-    def _set_gradient(self, gradient: torch.Tensor) -> None:
-        self._gradient = gradient.detach()
-
-    def _add_pushes(self, samples: Sequence[Row], scale: float) -> None:
-        """Add what the last backward pass, of a loss times `scale`, does to each of the samples' outputs."""
-        lengths = [len(sample.token_ids) for sample in samples]
-        if self._gradient is None:
-            self._pushes += [np.zeros(length, np.float32) for length in lengths]
-        else:
-            lines = -self._gradient.float().cpu().numpy()[self._order] / np.float32(scale)
-            self._pushes += [line[:length] for line, length in zip(lines, lengths, strict=True)]
+        return loss, metrics, output, lines[2]
 
     def _inputs(self, samples: Sequence[Row], batches: Sequence[RowBatch]) -> tuple[Any, ...]:
         """The network's arguments for a micro-batch. `batches` are its samples, in order, padded to one length."""
