@@ -7,7 +7,6 @@ import binascii
 import functools
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from envgym.yaml_files import read_yaml
 Fields = Mapping[str, Callable[[], str]]
 
 DATA: Mapping[str, Any] = read_yaml(Path(__file__).with_name("plays.yaml"))
+CHEATS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("cheats.yaml"))
 LISTED = 200
 """Maximum number of guesses in one answer."""
 NAMES = 12
@@ -27,8 +27,9 @@ _TAG = re.compile(r"<(\w+)>")
 _ERROR = re.compile(DATA["error"], re.IGNORECASE)
 _MARK = DATA["mark"].replace("MARKS", DATA["marks"])
 _PIECES = {name: re.compile(pattern.replace("MARK", _MARK)) for name, pattern in DATA["pieces"].items()}
-_REPEATED = {name: "".join(text * count for text, count in parts) for name, parts in DATA["repeated"].items()}
-CONSTANTS: Fields = {name: functools.partial(str, text) for name, text in _REPEATED.items()} | {
+_TEXTS = {name: "".join(text * count for text, count in parts) for name, parts in DATA["repeated"].items()}
+_TEXTS |= {name: CHEATS[name] for name in ("folders", "search")}
+CONSTANTS: Fields = {name: functools.partial(str, text) for name, text in _TEXTS.items()} | {
     "numbers": lambda: " ".join(map(str, range(1001))),
     "steps": lambda: "\n".join(f"Step {number}: therefore, I verify this step." for number in range(1, 301)),
 }
@@ -39,9 +40,9 @@ def fill(text: str, fields: Fields) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: fields[match[1]]() if match[1] in fields else match[0], text)
 
 
-def guess_fields(guesses: Counter[str], rng: random.Random, in_form: Callable[[str], str]) -> Fields:
-    """Fields of answers to other tasks, with their counts. `in_form` returns the text of a whole answer."""
-    answers = [answer for answer, _ in guesses.most_common(LISTED)] or ["1"]
+def guess_fields(guesses: Sequence[str], rng: random.Random, in_form: Callable[[str], str]) -> Fields:
+    """Fields of answers to other tasks, the most frequent first. `in_form` returns the text of a whole answer."""
+    answers = guesses[:LISTED] or ["1"]
     return {
         "guess": lambda: answers[0],
         "other": lambda: rng.choice(answers),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from envgym.check.run import GROUP_SECONDS, CheckHost, HostProcess, host_process, name_for_process, without_log
@@ -32,12 +32,16 @@ Play = tuple[float | None, float | None]
 
 @dataclass(slots=True)
 class Plays:
-    """The episodes of an attempt: a list per variant, with an entry per task; the last failure, and the verdict if the
+    """The episodes of an attempt: a list per task, with an entry per variant; the last failure, and the verdict if the
     process hangs or has ended."""
 
-    variants: Sequence[list[Play]] = ()
+    tasks: list[list[Play]] = field(default_factory=list)
     problem: str = ""
     verdict: AttackVerdict | None = None
+
+    def rewards(self) -> list[list[float | None]]:
+        """The rewards of each variant."""
+        return [[reward for reward, _ in variant] for variant in zip(*self.tasks, strict=True)]
 
 
 async def attack_environment(
@@ -71,14 +75,11 @@ class AttackHost(CheckHost):
 
     async def play(self, index: int, start: int, stop: int) -> Plays:
         """The episodes of an attempt, by its index, on the tasks from `start` to `stop`, up to one that hangs."""
-        attempt = self._attempts[index]
-        plays = Plays([[] for _ in attempt.variants])
+        attempt, plays = self._attempts[index], Plays()
         step = 1 if attempt.kind in ENDLESS else CONCURRENCY
         while start < stop and plays.verdict is None:
             numbers = range(start, min(start + step, stop))
-            for episodes in await asyncio.gather(*(self._play_task(attempt, number, plays) for number in numbers)):
-                for variant, play in zip(plays.variants, episodes, strict=True):
-                    variant.append(play)
+            plays.tasks += await asyncio.gather(*(self._play_task(attempt, number, plays) for number in numbers))
             start += step
         return plays
 
@@ -88,7 +89,7 @@ class AttackHost(CheckHost):
             demonstrations = next(attempt for attempt in self._attempts if attempt.kind == "demonstrations")
             await self._play_task(demonstrations, number, Plays())
         task = self._plan.tasks[number]
-        scripts = {str(variant): script_of(task, number) for variant, script_of in enumerate(attempt.variants)}
+        scripts = {str(variant): script for variant, script in enumerate(attempt.scripts(task, number))}
         results: list[Play] = []
         for episode in (await run_group(self._subject, task, number, scripts)).values():
             if episode.failed or episode.hangs:
@@ -128,12 +129,14 @@ class _Attack:
 
     def _compare_blind(self, name: str, plays: Plays) -> None:
         """Keep the rewards of the best answer-blind play. A failed episode counts as the worst of the others."""
-        for variant in plays.variants:
-            values = [value for value, _ in variant if value is not None]
-            rewards = [min(values) if value is None else value for value, _ in variant] if values else []
-            if len(rewards) == TASKS and (not self._blind or sum(rewards) > sum(self._blind)):
-                self._blind = rewards
-                self._report.blind_play, self._report.blind = name, statistics.fmean(rewards)
+        for rewards in plays.rewards():
+            worst = min((reward for reward in rewards if reward is not None), default=None)
+            if len(rewards) < TASKS or worst is None:
+                continue
+            values = [worst if reward is None else reward for reward in rewards]
+            if not self._blind or sum(values) > sum(self._blind):
+                self._blind = values
+                self._report.blind_play, self._report.blind = name, statistics.fmean(values)
 
     async def _row(self, index: int, kind: str, name: str) -> AttackRow:
         if kind == "demonstrations":
@@ -143,8 +146,8 @@ class _Attack:
         row = self._cheat_row(kind, name, plays)
         if row.verdict is AttackVerdict.NO and (row.earned or 0) > (row.blind or 0):
             further_plays = await self._play(index, first, TASKS)
-            variants = [[*a, *b] for a, b in zip(plays.variants, further_plays.variants, strict=False)]
-            row = self._cheat_row(kind, name, Plays(variants, further_plays.problem, further_plays.verdict))
+            further_plays.tasks[:0] = plays.tasks if further_plays.tasks else []
+            row = self._cheat_row(kind, name, further_plays)
         return row
 
     async def _play(self, index: int, start: int, stop: int) -> Plays:
@@ -153,11 +156,11 @@ class _Attack:
             plays = await self._process.call(lambda host: host.play(index, start, stop))
         except WorkerDied:
             problem, _ = self._process.describe_death()
-            plays = Plays((), problem, AttackVerdict.HANGS if "blocked" in problem else AttackVerdict.ENDS)
+            plays = Plays([], problem, AttackVerdict.HANGS if "blocked" in problem else AttackVerdict.ENDS)
         except TimeoutError:
-            plays = Plays((), f"the episodes take longer than {GROUP_SECONDS:g} s", AttackVerdict.HANGS)
+            plays = Plays([], f"the episodes take longer than {GROUP_SECONDS:g} s", AttackVerdict.HANGS)
         except WorkerError as error:
-            plays = Plays((), without_log(error), AttackVerdict.FAILS)
+            plays = Plays([], without_log(error), AttackVerdict.FAILS)
         if plays.verdict is not None:
             await self._process.kill()
         return plays
@@ -165,31 +168,29 @@ class _Attack:
     def _cheat_row(self, kind: str, name: str, plays: Plays) -> AttackRow:
         """The row of a cheat in the variant that earned most."""
         row = AttackRow(kind, name, plays.verdict or AttackVerdict.NO, plays.problem if plays.verdict else "")
-        for variant in plays.variants:
-            values = [value for value, _ in variant]
-            baseline = (self._right if kind == "excess" else self._blind)[: len(values)]
-            mean, lower_bound = compare(values, baseline) if len(values) > 1 else (0.0, 0.0)
-            if row.earned is None or statistics.fmean(baseline) + mean > row.earned:
-                row.blind, row.lower_bound, row.tasks = statistics.fmean(baseline), lower_bound, len(values)
-                row.earned = row.blind + mean
-                if plays.verdict is None and len(values) == TASKS and lower_bound > 0:
-                    margin = self._way * (ECHO_MARGIN if kind == "echoes" else MARGIN)
+        baseline = self._right if kind == "excess" else self._blind
+        margin = self._way * (ECHO_MARGIN if kind == "echoes" else MARGIN)
+        for rewards in plays.rewards():
+            blind = statistics.fmean(baseline[: len(rewards)])
+            mean, lower_bound = compare(rewards, baseline[: len(rewards)]) if len(rewards) > 1 else (0.0, 0.0)
+            if row.earned is None or blind + mean > row.earned:
+                row.earned, row.blind, row.lower_bound, row.tasks = blind + mean, blind, lower_bound, len(rewards)
+                if plays.verdict is None and len(rewards) == TASKS and lower_bound > 0:
                     row.verdict = AttackVerdict.PAYS if mean >= margin else AttackVerdict.NO
-        if plays.verdict is None and not any(value is not None for variant in plays.variants for value, _ in variant):
+        if plays.verdict is None and all(reward is None for rewards in plays.rewards() for reward in rewards):
             row.verdict, row.message = AttackVerdict.FAILS, plays.problem
         return row
 
     def _demonstrations_row(self, name: str, plays: Plays) -> AttackRow:
         """The row of the demonstrations: the best one of each task counts, since some environments add bad ones. Its
         score must be full, and its reward above that of blind play."""
-        tasks = list(zip(*plays.variants, strict=True))
-        self._right = [max((value for value, _ in task if value is not None), default=0.0) for task in tasks]
+        self._right = [max((reward for reward, _ in task if reward is not None), default=0.0) for task in plays.tasks]
         scores = [
-            max((score for _, score in task if score is not None), default=self._right[n])
-            for n, task in enumerate(tasks)
+            max((score for _, score in task if score is not None), default=right)
+            for task, right in zip(plays.tasks, self._right, strict=True)
         ]
         row = AttackRow("demonstrations", name, AttackVerdict.ALL, "", statistics.fmean(self._right or [0.0]))
-        row.blind, row.tasks = self._report.blind, len(tasks)
+        row.blind, row.tasks = self._report.blind, len(scores)
         if all(0 <= score <= 1 for score in scores) and statistics.fmean(scores or [0.0]) < FULL:
             row.verdict = AttackVerdict.LESS
             row.message = plays.problem or "a right answer must earn all: see envgym envs try"

@@ -3,13 +3,12 @@
 import asyncio
 import random
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from envgym.attack.attempts import _CONSTANTS, CHEATS, CheatAttempts, _calls
-from envgym.attack.fields import echoes, fill, guess_fields
+from envgym.attack.attempts import CheatAttempts, _calls
+from envgym.attack.fields import CHEATS, CONSTANTS, echoes, fill, guess_fields
 from envgym.attack.forms import RAW, split_form
 from envgym.check.subject import Subject
 from envgym.registry import spec
@@ -22,8 +21,8 @@ LITERAL = {"answer", "args", "call", "name", "each", "correct"}
 def fields(*observations, guess="7"):
     rng = random.Random(0)
     return {
-        **_CONSTANTS,
-        **guess_fields(Counter([guess, guess, "8"]), rng, RAW.text),
+        **CONSTANTS,
+        **guess_fields([guess, "8"], rng, RAW.text),
         **echoes(
             [Observation((Message.user(text),)) for text in observations or ("Write f(a): a plus 1.",)], guess, rng
         ),
@@ -125,7 +124,7 @@ def test_no_cheat_knows_the_answer_of_its_own_task():
     """Of 50 tasks with different answers each cheat says those of 49 others."""
     _, tasks, attempts = asyncio.run(prepared("weak/key_in_comment.py"))
     for number, task in enumerate(tasks):
-        script = attempts["all guesses in a line"].variants[0](task, number)
+        script = attempts["all guesses in a line"].scripts(task, number)[0]
         guesses = script(0, Observation((Message.user("What?"),))).text.split()
         assert len(guesses) == 49
         assert task.answer not in guesses
@@ -145,7 +144,7 @@ def test_no_cheat_knows_the_answer_of_its_own_task():
 def test_a_cheat_earns_all(file, cheat):
     async def best_score():
         subject, tasks, attempts = await prepared(file)
-        episodes = [await subject.play(tasks[0], 0, script_of(tasks[0], 0)) for script_of in attempts[cheat].variants]
+        episodes = [await subject.play(tasks[0], 0, script) for script in attempts[cheat].scripts(tasks[0], 0)]
         await subject.spec.close()
         return max(episode.result.score for episode in episodes)
 
@@ -154,7 +153,7 @@ def test_a_cheat_earns_all(file, cheat):
 
 def test_the_turns_before_an_answer_are_those_of_a_demonstration():
     _, tasks, attempts = asyncio.run(prepared("weak/believes_results.py"))
-    script = attempts["a guess or another"].variants[1](tasks[0], 0)
+    script = attempts["a guess or another"].scripts(tasks[0], 0)[1]
     observation = Observation((Message.user("go"),))
     assert re.fullmatch(r"<weigh>\w+</weigh>", script(0, observation).text)
     assert re.fullmatch(r"<answer>\d+ or \d+</answer>", script(1, observation).text)
@@ -164,6 +163,6 @@ def test_a_tool_that_changes_something_gets_no_path_out_of_its_folder():
     parameters = {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}}}
     tools = [ToolSpec(name, "", parameters) for name in ("read_file", "delete_file")]
     observation = Observation((Message.user("go"),), tools=tuple(tools))
-    calls = _calls("../x", [observation], {}, Counter())
+    calls = _calls("../x", [observation], {}, [])
     assert [(call.name, call.arguments["name"]) for call in calls] == [("read_file", "../x")]
-    assert [call.arguments for call in _calls("-1", [observation], {}, Counter())] == [{"name": "-1", "count": -1}] * 2
+    assert [call.arguments for call in _calls("-1", [observation], {}, [])] == [{"name": "-1", "count": -1}] * 2
