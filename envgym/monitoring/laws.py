@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
@@ -44,22 +45,27 @@ NEAR = 0.1
 """Nats between sampler and trainer within which a token counts as sampled from the trainer's policy."""
 
 
+@dataclass(eq=False)
 class Laws:
     """The laws' numbers of one stage. They are read, and nothing is changed."""
 
-    def __init__(self, learner: Learner, renderer: Renderer, model: str, *, judges_groups: bool, samples: bool) -> None:
-        self._learner = learner
-        self._renderer = renderer
-        self._judges_groups = judges_groups
-        self._samples = samples
-        self._is_language = learner.roles["actor"].head == "lm"
-        self._texts = Texts(renderer, Path(model) / "tokenizer.json")
+    learner: Learner
+    renderer: Renderer
+    model: str
+    filter: FilterConfig | None
+    """The settings, if they may drop groups."""
+    judges_groups: bool
+    """The environment gives rewards to whole groups, so that they are not those of its steps."""
+    samples: bool
+    """The groups are sampled from the policy, not recorded."""
+
+    def __post_init__(self) -> None:
+        self._is_language = self.learner.roles["actor"].head == "lm"
+        self._texts = Texts(self.renderer, Path(self.model) / "tokenizer.json")
         self._members: dict[str, dict[str, Episode]] = {}
         """The episodes of the groups that wait in the buffer, by id."""
         self._answers: deque[tuple[list[bool], list[bool]]] = deque(maxlen=5)
         """For answers of the last steps, whether they were graded wrongly, and whether they were read wrongly."""
-        self._selects = False
-        """True if a filter may drop groups: those that stay are no sample of the policy's distribution."""
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -78,26 +84,17 @@ class Laws:
     # -- the rollout ----------------------------------------------------------------------------------------------
 
     def of_rollout(
-        self,
-        groups: Sequence[Group],
-        batch: Sequence[Group],
-        buffered: Sequence[Group],
-        *,
-        size: int,
-        n_missing: int,
-        filter: FilterConfig | None,
+        self, groups: Sequence[Group], batch: Sequence[Group], buffered: Sequence[Group], size: int, n_missing: int
     ) -> dict[str, float]:
-        """The laws of a step's rollout: of all its `groups`, of `size` members each, those of the `batch` to train
-        on, and those that stay `buffered`. `n_missing` tasks have no group. `filter`: the
-        settings, if they may drop groups."""
+        """The laws of a step's rollout: of all its `groups`, of `size` members each, those of the `batch` to train on,
+        and those that stay `buffered`. `n_missing` tasks have no group."""
         with self._timed():
-            self._selects = filter is not None
             finished = [e for group in groups for e in group.episodes if e.is_counted and not e.failed]
             read = finished[:: max(1, len(finished) // READ_EPISODES)][:READ_EPISODES]
             record = numbers(missing_groups=float(max(0, n_missing))) | self._losses(groups, batch, buffered, size)
-            record |= self._drops(groups, {group.id for group in [*batch, *buffered]}, filter)
-            if self._samples:
-                record |= numbers(reward_error=reward_error(finished, has_tallies=not self._judges_groups))
+            record |= self._drops(groups, {group.id for group in [*batch, *buffered]})
+            if self.samples:
+                record |= numbers(reward_error=reward_error(finished, has_tallies=not self.judges_groups))
                 graded = finished[:: stride_of(len(finished), MOST_COUNTED)]
                 self._answers.append((misgraded_answers(graded), misread_answers(read)))
                 shares = [share_of(list(chain(*steps))) for steps in zip(*self._answers, strict=True)]
@@ -105,7 +102,7 @@ class Laws:
             return record | self._texts.read(read[:: max(1, len(read) // SAMPLED_EPISODES)])
 
     def _counts(self, episode: Episode) -> bool:
-        return episode.is_counted and (episode.reward is not None or not self._samples)
+        return episode.is_counted and (episode.reward is not None or not self.samples)
 
     def _losses(
         self, groups: Sequence[Group], batch: Sequence[Group], buffered: Sequence[Group], size: int
@@ -122,14 +119,14 @@ class Laws:
         share = (max(0, n_unreturned) + len(missing)) / max(1, size * len(groups))
         return numbers(lost_share=share, lost_length=length_ratio(missing, trained))
 
-    def _drops(self, groups: Sequence[Group], names: set[str], filter: FilterConfig | None) -> dict[str, float]:
+    def _drops(self, groups: Sequence[Group], names: set[str]) -> dict[str, float]:
         """The share of groups of which the settings do not say that they are dropped, or stay under one of the `names`;
         and their length as a multiple of the others'."""
         surprising, expected, n_surprising = list[Episode](), list[Episode](), 0
         for group in groups:
             members = [episode for episode in group.episodes if self._counts(episode)]
-            minimum = self._learner.min_group_size if self._samples else len(group.episodes)
-            is_expected = (len(members) < minimum or is_dropped(members, filter)) == (group.id not in names)
+            minimum = self.learner.min_group_size if self.samples else len(group.episodes)
+            is_expected = (len(members) < minimum or is_dropped(members, self.filter)) == (group.id not in names)
             n_surprising += not is_expected
             (expected if is_expected else surprising).extend(members)
         share = n_surprising / max(1, len(groups))
@@ -142,11 +139,11 @@ class Laws:
         with self._timed():
             weights = [(row, row.loss_weights) for row in sample_of(rows) if row.segments]
             record = numbers(unsampled_share=unsampled_share(weights)) if self._is_language else {}
-            if self._samples:
+            if self.samples:
                 record |= numbers(old_versions=version_lag(groups[:: stride_of(len(rows), MOST_ROWS)]))
-            if self._samples and self._learner.needs_policy_samples:
+            if self.samples and self.learner.needs_policy_samples:
                 episodes = [episode for group in groups for episode in group.episodes]
-                returns = (self._learner.returns or {}).items()
+                returns = (self.learner.returns or {}).items()
                 errors = [abs(value - (episodes[index].reward or 0.0)) for index, value in returns]
                 n_repeated = max(
                     0,
@@ -161,10 +158,11 @@ class Laws:
         """The laws of an update's first pass, over the rows of its first optimizer step, before that.
         `probe_difference`: by how much engine and trainer differ on a fixed text, in nats."""
         with self._timed():
-            surprise = None if self._selects else surprise_in_errors(rows)
+            # The groups that a filter leaves are no sample of the policy's distribution.
+            surprise = surprise_in_errors(rows) if self.filter is None else None
             gap, later_gap = turn_gaps(sample_of(rows))
             gaps = numbers(sampler_gap=gap_ratio(gap, probe_difference), later_turns=gap_ratio(later_gap, gap))
-            return numbers(surprise=surprise) | gaps | denominators(rows, self._learner)
+            return numbers(surprise=surprise) | gaps | denominators(rows, self.learner)
 
     def of_update(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
         """The laws of an update, over the rows that the learner prepared from `groups`, after their passes."""
@@ -173,13 +171,13 @@ class Laws:
             if not self._is_language or not passed:  # the policy may wait for its critic
                 return {}
             stops = [e.tally is not None and e.tally.stops for group in groups for e in group.episodes]
-            ends = end_learned_share(passed, self._renderer, stops)
+            ends = end_learned_share(passed, self.renderer, stops)
             record = numbers(unsampled_share=unsampled_share(passed), end_learned_share=ends)
-            if self._learner.needs_policy_samples:
+            if self.learner.needs_policy_samples:
                 record |= self._untrained(rows, groups)
-                if self._learner.returns is not None:  # else rewards are shaped, and need not decide
+                if self.learner.returns is not None:  # else rewards are shaped, and need not decide
                     read = [row for row, _ in passed]
-                    record |= numbers(sign=sign_agreement(read, groups, has_tallies=not self._judges_groups))
+                    record |= numbers(sign=sign_agreement(read, groups, has_tallies=not self.judges_groups))
             return record
 
     def _untrained(self, rows: Sequence[Row], groups: Sequence[Group]) -> dict[str, float]:
@@ -191,8 +189,8 @@ class Laws:
         missing, trained, n_sampled, n_lost = list[Episode](), list[Episode](), 0, 0.0
         for group in groups[::n]:
             rewarded = [episode for episode in group.episodes if episode.reward is not None]
-            for episode in rewarded if len(rewarded) >= self._learner.min_group_size else ():
-                if not episode.rows or (self._learner.skips_truncated and episode.outcome.truncated):
+            for episode in rewarded if len(rewarded) >= self.learner.min_group_size else ():
+                if not episode.rows or (self.learner.skips_truncated and episode.outcome.truncated):
                     continue
                 n_tokens, count = episode.n_new_tokens, counts[episode.rows[0].episode_index]
                 n_sampled, n_lost = n_sampled + n_tokens, n_lost + max(0, n_tokens - count)

@@ -21,6 +21,7 @@ from envgym.monitoring.laws import Laws
 from envgym.placement.memory import MemoryNeeds, with_micro_batches
 from envgym.placement.plan import ENGINE, PlacedRuntime
 from envgym.render import Renderer, load_tokenizer
+from envgym.rollout.buffer import can_drop
 from envgym.rollout.runner import Runner
 from envgym.services.start import local_models
 from envgym.workers.group import WorkerGroup
@@ -106,7 +107,8 @@ async def start_components(
         runner.first_answers.note = display.note
     announce(stage, agent.renderer, summary, max_model_len, display.note)
     params = stage.rollout.sampling(agent.renderer.stop_token_ids)
-    laws = Laws(learner, agent.renderer, model, judges_groups=context.spec.scores_groups, samples=agent.uses_policy)
+    filter = stage.rollout.filter if agent.uses_policy and can_drop(stage.rollout.filter) else None
+    laws = Laws(learner, agent.renderer, model, filter, context.spec.scores_groups, agent.uses_policy)
     return Components(learner, runner, workers, params, engine, sync, timeshare, pretraining, apis, laws)
 
 

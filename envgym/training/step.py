@@ -125,10 +125,7 @@ class StepGroups:
         n_missing = self._n_gone - (self._n_gone_before or 0) - len(batch.groups)
         self._n_gone_before = self._n_gone
         if (laws := self.components.laws) is not None:
-            filter = config.filter if self.uses_policy and can_drop(config.filter) else None
-            record |= laws.of_rollout(
-                batch.groups, groups, self.buffer.groups, size=self.group_size, n_missing=n_missing, filter=filter
-            )
+            record |= laws.of_rollout(batch.groups, groups, self.buffer.groups, self.group_size, n_missing)
         if self.async_rollouts is not None:
             ages = [self.progress.step - version_of(group.id) for group in groups]
             record |= {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)}

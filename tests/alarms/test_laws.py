@@ -93,13 +93,13 @@ class Ends:
 
 
 def laws_of(learner, **options):
-    return Laws(learner, Ends(), "no folder", **{"judges_groups": False, "samples": True, **options})
+    return Laws(learner, Ends(), "no folder", **{"filter": None, "judges_groups": False, "samples": True, **options})
 
 
 def test_a_right_step_keeps_every_law(learner):
     groups = [group_of(1.0, 0.0, 0.0, 1.0)]
     laws = laws_of(learner)
-    record = laws.of_rollout(groups, groups, [], size=4, n_missing=0, filter=None)
+    record = laws.of_rollout(groups, groups, [], 4, 0)
     rows = learned(groups, learner)
     record |= laws.of_rows(rows, groups) | laws.of_first_pass(rows, 1e-6) | laws.of_update(rows, groups)
     assert {name: value for name, value in record.items() if value} == pytest.approx(
@@ -227,7 +227,7 @@ def test_a_sync_lags_by_the_share_of_the_update_that_is_missing():
 
 
 def rollout(learner, groups, batch, buffered=(), *, n_missing=0, filter=None):
-    return laws_of(learner).of_rollout(groups, batch, buffered, size=4, n_missing=n_missing, filter=filter)
+    return laws_of(learner, filter=filter).of_rollout(groups, batch, buffered, 4, n_missing)
 
 
 def test_lost_episodes_are_counted_with_their_length(learner):
@@ -239,8 +239,8 @@ def test_lost_episodes_are_counted_with_their_length(learner):
     assert rollout(learner, [part], [part])["laws/lost_share"] == 0.25  # the runner never returned it
     assert rollout(learner, [whole], [whole], n_missing=2)["laws/missing_groups"] == 2
     laws = laws_of(learner)
-    laws.of_rollout([whole], [], [whole], size=4, n_missing=0, filter=None)
-    later = laws.of_rollout([], [part], [], size=4, n_missing=0, filter=None)
+    laws.of_rollout([whole], [], [whole], 4, 0)
+    later = laws.of_rollout([], [part], [], 4, 0)
     assert later["laws/lost_share"] > 0  # in the buffer
     failed = [*whole.episodes[:3], replace(whole.episodes[3], outcome=Outcome.fail("x", "x"), reward=None)]
     assert rollout(learner, [replace(whole, episodes=failed)], [part])["laws/lost_share"] == 0
