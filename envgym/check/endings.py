@@ -73,10 +73,8 @@ def _compare_after_reset(subject: Subject, original: CheckedEpisode, repeated: C
     """Compare `original`, the episode of a new instance, with `repeated`, the same turns after a reset. Only if the
     checks `seed` and `generators` passed: otherwise two episodes may differ in any case."""
     if repeated.failed and not original.failed:
-        return failure(
-            f"an instance cannot be reset again: {repeated.problem()}",
-            "reset must start a new episode in every state of the instance",
-        )
+        advice = "reset must start a new episode in every state of the instance"
+        return failure(f"an instance cannot be reset again: {repeated.problem()}", advice)
     repeatable = all(subject.verdicts.get(check) is CheckVerdict.OK for check in ("seed", "generators"))
     if repeatable and (problem := difference(original.record(), repeated.record())):
         advice = "let reset set everything that an episode changes"
@@ -88,11 +86,7 @@ def _compare_after_reset(subject: Subject, original: CheckedEpisode, repeated: C
 async def _check_close(subject: Subject) -> Finding:
     """Close in the middle of an episode, twice, and before any reset."""
     [task] = await subject.tasks(1)
-    for label, resets, closes in (
-        ("after a reset", True, 1),
-        ("a second time", True, 2),
-        ("before any reset", False, 1),
-    ):
+    for label, resets, closes in (("after a reset", 1, 1), ("a second time", 1, 2), ("before any reset", 0, 1)):
         env = subject.spec.spec_for(task).make()
         try:
             if resets:

@@ -13,7 +13,7 @@ from envgym.types import ToolCall, ToolSpec
 from .play import CheckedEpisode, text_of
 from .report import CheckVerdict, Finding, failure, join_first, not_applicable, ok, warning
 from .scripts import MAX_TURNS, call_action, random_text, random_tokens, silence
-from .subject import Subject, number_tasks
+from .subject import Subject, take_in_time
 
 CHECKS = ("episodes", "types", "tools", "latency")
 TASKS = 6
@@ -32,7 +32,7 @@ async def check(subject: Subject) -> list[Finding]:
 
 
 async def _run_scripts(subject: Subject) -> None:
-    for number, task in number_tasks(await subject.tasks(TASKS), SECONDS, fewest=2):
+    for number, task in take_in_time(await subject.tasks(TASKS), SECONDS, fewest=2):
         noise = {"empty": silence, "words": random_text(number), "tokens": random_tokens(number)}
         for name, script in (subject.scripts(task) | noise).items():
             subject.episodes.append(await subject.play(task, number, script, name))

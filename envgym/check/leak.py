@@ -18,7 +18,7 @@ from envgym.rollout.scripted import NO_ACTIONS
 
 from .play import text_of
 from .report import Finding, not_applicable, ok, warning
-from .subject import Subject, number_tasks
+from .subject import Subject, take_in_time
 
 CHECKS = ("leak",)
 TASKS = 100
@@ -37,7 +37,7 @@ async def check(subject: Subject) -> list[Finding]:
         message = "; ".join(f"{count} of {len(tasks)} tasks: {text}" for text, count in forgeries.items())
         return [warning(message, "read episodes with high rewards before you trust them")]
     texts, answers = [], []
-    for number, task in number_tasks(tasks, SECONDS, fewest=2 * MIN_TASKS):
+    for number, task in take_in_time(tasks, SECONDS, fewest=2 * MIN_TASKS):
         answer = answer_text(task.answer)
         episode = await subject.play(task, number, NO_ACTIONS)
         if answer and episode.opening is not None:

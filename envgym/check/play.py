@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from envgym.env import CheckedEnv, EnvSpec
@@ -170,10 +171,8 @@ def difference(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]
 
 def _side_by_side(first: str, second: str) -> str:
     """Both texts from shortly before their first difference."""
-    start = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-    start = max(0, start - 20)
+    place = next((i for i, (a, b) in enumerate(zip_longest(first, second)) if a != b), len(first))
+    start = max(0, place - 20)
     return f"{first[start : start + 60]!r} or {second[start : start + 60]!r}"
 
 

@@ -7,7 +7,7 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envgym.hashing import task_hash
@@ -17,7 +17,7 @@ from envgym.types import Task
 from .play import CheckedEpisode, difference
 from .report import CheckVerdict, Finding, failure, join_first, not_applicable, ok, warning
 from .scripts import monkey
-from .subject import Clock, Subject
+from .subject import Subject, take_in_time
 
 CHECKS = ("seed", "problems", "generators")
 TASKS = 4
@@ -26,6 +26,10 @@ PROBLEMS = 12
 """Tasks and seeds among which at least two must differ."""
 CONCURRENT = 4
 """Number of concurrent episodes."""
+
+
+Records = Mapping[str, list[dict[str, Any]]]
+"""The records of episodes (`CheckedEpisode.record`), by their keys."""
 
 
 async def check(subject: Subject) -> list[Finding]:
@@ -51,12 +55,9 @@ async def _play(
     jobs: dict[str, tuple[Task, int, Script, str]] = {}
     for number, task in enumerate(tasks):
         jobs |= {f"{number} {name}": (task, number, script, name) for name, script in subject.scripts(task).items()}
-    clock = Clock(SECONDS)
     episodes: dict[str, CheckedEpisode] = {}
     touched: set[str] = set()
-    for key in keys or jobs:
-        if not keys and clock.is_up and len(episodes) >= 2:
-            break
+    for _, key in take_in_time(keys or jobs, SECONDS, len(keys) or 2):
         _seed_generators(global_seed)
         states = _generator_states()
         episodes[key] = await subject.play(*jobs[key])
@@ -66,18 +67,21 @@ async def _play(
     return episodes, sorted(touched)
 
 
-def _first_difference(first: dict[str, CheckedEpisode], second: dict[str, CheckedEpisode]) -> str:
-    return next((text for key in first if (text := difference(first[key].record(), second[key].record()))), "")
+def _records(episodes: Mapping[str, CheckedEpisode]) -> Records:
+    return {key: episode.record() for key, episode in episodes.items()}
+
+
+def _first_difference(first: Records, second: Records) -> str:
+    """The first difference between the episodes that are in both, as a sentence, or ""."""
+    return next((text for key in first if key in second and (text := difference(first[key], second[key]))), "")
 
 
 async def _check_repeat(subject: Subject, tasks: Sequence[Task], first: dict[str, CheckedEpisode]) -> Finding:
     """Repeat the episodes in reverse order, which also shows effects of one episode on the next."""
     second, _ = await _play(subject, tasks, keys=list(reversed(first)))
-    if problem := _first_difference(first, second):
-        return failure(
-            f"the same task, seed and actions gave another episode the second time: {problem}",
-            "draw from self.rng (or from the seed that reset is given), and store an episode's state on self",
-        )
+    if problem := _first_difference(_records(first), _records(second)):
+        advice = "draw from self.rng (or from the seed that reset is given), and store an episode's state on self"
+        return failure(f"the same task, seed and actions gave another episode the second time: {problem}", advice)
     metrics = {
         metric
         for key in first
@@ -97,10 +101,7 @@ async def _problems(subject: Subject) -> Finding:
     records: set[str] = set()
     beginnings: set[str] = set()
     short = True
-    clock = Clock(SECONDS)
-    for number, task in enumerate(tasks):
-        if clock.is_up and number >= 4:
-            break
+    for number, task in take_in_time(tasks, SECONDS, fewest=4):
         for name, script in subject.scripts(task).items():
             episode = await subject.play(task, number, script)
             beginnings.add(repr(episode.record()[:1]))
@@ -129,11 +130,10 @@ async def _generators(
     if subject.is_remote:
         return not_applicable("it runs on its server")
     second, also_touched = await _play(subject, tasks, keys=list(first), global_seed=2)
-    if problem := _first_difference(first, second):
-        return failure(
-            f"episodes depend on the process's random generator ({join_first(touched or ['a library'])}): {problem}",
-            "draw from self.rng, which is this instance's own and seeded by reset",
-        )
+    if problem := _first_difference(_records(first), _records(second)):
+        names = join_first(touched or ["a library"])
+        advice = "draw from self.rng, which is this instance's own and seeded by reset"
+        return failure(f"episodes depend on the process's random generator ({names}): {problem}", advice)
     if touched := sorted({*touched, *also_touched}):
         return _touches(touched)
     return ok(f"{join_first(_generator_states())}: unchanged, and without influence")
@@ -176,7 +176,7 @@ async def collect_records(subject: Subject) -> dict[str, Any]:
     fingerprints = subject.spec.fingerprint() if subject.holds("fingerprints") else {}
     if subject.holds("tasks"):
         fingerprints |= {f"task {task.key}": task_hash(task) for task in tasks}
-    return {"episodes": {key: episode.record() for key, episode in episodes.items()}, "fingerprints": fingerprints}
+    return {"episodes": _records(episodes), "fingerprints": fingerprints}
 
 
 def compare_records(first: dict[str, Any], second: dict[str, Any]) -> Finding:
@@ -185,15 +185,12 @@ def compare_records(first: dict[str, Any], second: dict[str, Any]) -> Finding:
         if first["fingerprints"].get(name) != second["fingerprints"].get(name):
             problem = f"the fingerprint of {name} is another in another process"
             return failure(problem, "sort the items of sets, and keep memory addresses out of tasks")
-    common_keys = [key for key in first["episodes"] if key in second["episodes"]]
-    for key in common_keys:
-        if problem := difference(first["episodes"][key], second["episodes"][key]):
-            return failure(
-                f"the same episode is another in another process: {problem}",
-                "sort sets before drawing from them or showing them, and do not use hash() of texts: "
-                "both differ between processes",
-            )
-    return ok(f"{len(common_keys)} episodes were the same in another process")
+    if problem := _first_difference(first["episodes"], second["episodes"]):
+        message = f"the same episode is another in another process: {problem}"
+        advice = "sort sets before drawing from them or showing them, and do not use hash() of texts: "
+        return failure(message, advice + "both differ between processes")
+    n_common = len(first["episodes"].keys() & second["episodes"].keys())
+    return ok(f"{n_common} episodes were the same in another process")
 
 
 # -- concurrent episodes ----------------------------------------------------------------------------------------
@@ -220,13 +217,10 @@ async def _check_concurrency(subject: Subject) -> Finding:
     lock = asyncio.Lock()  # first come, first served: calls of different episodes alternate, one at a time
     interleaved = await asyncio.gather(*(subject.play(*game, call_context=lambda: lock) for game in jobs))
     concurrent = await asyncio.gather(*(subject.play(*game) for game in jobs))
-    for episodes in (interleaved, concurrent):
-        for first, second in zip(expected, episodes, strict=True):
-            if problem := difference(first.record(), second.record()):
-                return failure(
-                    f"an episode was another one with concurrent episodes: {problem}",
-                    "store an episode's state on self: class attributes, globals and the spec are shared",
-                )
+    for first, second in zip([*expected, *expected], [*interleaved, *concurrent], strict=True):
+        if problem := difference(first.record(), second.record()):
+            advice = "store an episode's state on self: class attributes, globals and the spec are shared"
+            return failure(f"an episode was another one with concurrent episodes: {problem}", advice)
     return ok(f"{len(jobs)} concurrent episodes were the same as one at a time")
 
 
@@ -235,12 +229,8 @@ def _surroundings(variables: dict[str, str], subject: Subject) -> Finding:
     sets once, in the first episode, do not count."""
     if subject.is_remote:
         return not_applicable("it runs on its server")
-    new_variables = dict(os.environ)
-    changes = [
-        f"environment variable {key}"
-        for key in sorted(variables | new_variables)
-        if variables.get(key) != new_variables.get(key)
-    ]
+    names = {name for name, _ in variables.items() ^ dict(os.environ).items()}
+    changes = [f"environment variable {name}" for name in sorted(names)]
     if os.getcwd() != subject.working_directory:
         changes.insert(0, "working directory")
         os.chdir(subject.working_directory)  # the later checks look for its files

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from envgym.errors import ConfigError, EnvgymError, WorkerDied, WorkerError
@@ -31,11 +31,11 @@ HOLD_SECONDS = 3.0
 """The process ends itself if the event loop is blocked for this many seconds beyond a call's time limit."""
 
 OTHER_PROCESS = ("process",)
-GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[list[Finding]]] | None] = {
+GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[Any]]] = {
     tasks.CHECKS: tasks.check,
     episodes.CHECKS: episodes.check,
     repeatability.CHECKS: repeatability.check,
-    OTHER_PROCESS: None,  # by `_compare_processes`
+    OTHER_PROCESS: repeatability.collect_records,  # which `_compare_processes` compares
     repeatability.ISOLATION: repeatability.check_isolation,
     leak.CHECKS: leak.check,
     scores.CHECKS: scores.check,
@@ -43,7 +43,7 @@ GROUPS: dict[tuple[str, ...], Callable[[Subject], Awaitable[list[Finding]]] | No
     endings.CHECKS: endings.check,
     endings.LEFT_BEHIND: endings.check_left_behind,
 }
-"""The groups in their order: names of the checks -> function that returns a finding for each."""
+"""The groups in their order: names of the checks -> function that returns a finding for each, or records."""
 
 Host = TypeVar("Host", bound="CheckHost")
 OnFinding = Callable[[Finding], None]
@@ -90,12 +90,8 @@ async def host_process(
 ) -> AsyncIterator[HostProcess[Host]]:
     """The process in which an environment is set up, with all that it leaves deleted at the end."""
     arguments = {"name": env, "settings": dict(settings or {}), "setup_seconds": setup_seconds}
-    async with temporary_runtime("check") as (runtime, temporary):
-        process = HostProcess(host, env, runtime, arguments, temporary)
-        try:
-            yield process
-        finally:
-            await process.close()
+    async with temporary_runtime("check") as (runtime, temporary), contextlib.AsyncExitStack() as workers:
+        yield HostProcess(host, env, runtime, arguments, temporary, workers)
 
 
 class CheckHost:
@@ -119,18 +115,12 @@ class CheckHost:
             raise EnvgymError(f"{self._subject.spec.id}: its set-up takes longer than {limit:g} s") from None
         self._beating = asyncio.create_task(self._beat())
 
-    async def check(self, checks: tuple[str, ...], verdicts: Mapping[str, CheckVerdict]) -> list[Finding]:
+    async def check(self, checks: tuple[str, ...], verdicts: Mapping[str, CheckVerdict]) -> Any:
         """Run a group of checks, given the verdicts so far."""
         self._subject.verdicts = verdicts
         if checks == endings.LEFT_BEHIND:
             await self._open.aclose()
-        run = GROUPS[checks]
-        assert run is not None
-        return await run(self._subject)
-
-    async def collect_records(self, verdicts: Mapping[str, CheckVerdict]) -> dict[str, Any]:
-        self._subject.verdicts = verdicts
-        return await repeatability.collect_records(self._subject)
+        return await GROUPS[checks](self._subject)
 
     async def close(self) -> None:
         if self._beating is not None:
@@ -157,8 +147,9 @@ class HostProcess(Generic[Host]):
     arguments: Mapping[str, Any]
     temporary: str
     """The folder of its temporary files."""
+    workers: contextlib.AsyncExitStack
+    """Kills the processes at its end, with everything that the environment left in them."""
     _worker: LocalWorker[Host] | None = None
-    _workers: list[LocalWorker[Host]] = field(default_factory=list)
 
     async def call(self, call: Callable[[Host], Coroutine[Any, Any, Result]]) -> Result:
         """The result of a method of the host. Raises `TimeoutError` after `GROUP_SECONDS`, and `WorkerDied`."""
@@ -173,7 +164,7 @@ class HostProcess(Generic[Host]):
         environ = {"PYTHONHASHSEED": hash_seed, "TMPDIR": self.temporary}
         target = f"{self.host.__module__}:{self.host.__qualname__}"
         worker: LocalWorker[Host] = await self.runtime.start(target, self.arguments, name="check", environ=environ)
-        self._workers.append(worker)
+        self.workers.push_async_callback(worker.kill)
         try:
             await worker.call(lambda host: host.open())  # open has its own time limit
         except WorkerDied:
@@ -189,11 +180,6 @@ class HostProcess(Generic[Host]):
             await self._worker.kill()
             os.truncate(self._worker.log, 0)
             self._worker = None
-
-    async def close(self) -> None:
-        """Kill the processes, with everything that the environment left in them."""
-        for worker in self._workers:
-            await worker.kill()
 
     def describe_death(self) -> tuple[str, str]:
         """(The reason why the process ended, from its log; advice)."""
@@ -240,7 +226,9 @@ class _Examination:
         try:
             if checks == OTHER_PROCESS:
                 return [await self._compare_processes()]
-            return await self._process.call(lambda host: host.check(checks, self._report.verdicts()))
+            verdicts = self._report.verdicts()
+            findings: list[Finding] = await self._process.call(lambda host: host.check(checks, verdicts))
+            return findings
         except WorkerDied:
             finding = failure(*self._process.describe_death())
         except TimeoutError:
@@ -255,16 +243,14 @@ class _Examination:
     async def _compare_processes(self) -> Finding:
         """The finding on the same episodes in the process of the checks and in a new one with another hash seed."""
         verdicts = self._report.verdicts()
-        first, second = await asyncio.gather(
-            self._process.call(lambda host: host.collect_records(verdicts)), self._process.start("2")
-        )
+        collecting = self._process.call(lambda host: host.check(OTHER_PROCESS, verdicts))
+        records, second = await asyncio.gather(collecting, self._process.start("2"))
         try:
             async with asyncio.timeout(GROUP_SECONDS):
-                return repeatability.compare_records(
-                    first, await second.call(lambda host: host.collect_records(verdicts))
-                )
+                second_records = await second.call(lambda host: host.check(OTHER_PROCESS, verdicts))
         finally:
             await second.kill()
+        return repeatability.compare_records(records, second_records)
 
 
 def without_log(error: WorkerError) -> str:

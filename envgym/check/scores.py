@@ -14,7 +14,7 @@ from envgym.types import Episode, Group, Limit, Task
 from .play import EPISODE_SECONDS, CheckedEpisode
 from .report import CheckVerdict, Finding, failure, not_applicable, ok, warning
 from .scripts import demonstration_script, parrot, random_text, random_tokens, silence
-from .subject import Subject, number_tasks
+from .subject import Subject, take_in_time
 
 TASKS = 24
 MIN_TASKS = 4
@@ -71,18 +71,15 @@ async def check(subject: Subject) -> list[Finding]:
         return [_no_rewards_finding(subject, scored), *(not_applicable("no rewards are given") for _ in CHECKS[1:])]
     noise = scored.means()
     trivial = _trivial(noise, scored.has_scores)
-    return [
-        _reward_range(subject, scored),
-        trivial,
-        _demonstrations(subject, scored, noise, trivial.verdict is CheckVerdict.FAILED),
-    ]
+    demonstrations = _demonstrations(subject, scored, noise, trivial.verdict is CheckVerdict.FAILED)
+    return [_reward_range(subject, scored), trivial, demonstrations]
 
 
 async def _collect(subject: Subject) -> ScoredEpisodes:
     """Run the trivial completions and the demonstrations of some tasks. Failed episodes are omitted; the last error is
     recorded."""
     scored = ScoredEpisodes()
-    for number, task in number_tasks(await subject.tasks(TASKS), SECONDS, MIN_TASKS):
+    for number, task in take_in_time(await subject.tasks(TASKS), SECONDS, MIN_TASKS):
         trivial = (silence, random_text(number), random_tokens(number), parrot)
         scripts: dict[str, Script] = dict(zip(TRIVIAL, trivial, strict=True))
         for variant, turns in enumerate(subject.demonstrations(task)):
@@ -122,9 +119,8 @@ def _no_rewards_finding(subject: Subject, scored: ScoredEpisodes) -> Finding:
     message = f"no reward in any of {len(scored.episodes)} episodes"
     if any(episode.outcome.reason != Limit.TURNS for episode in scored.episodes):
         return failure(message, "training needs rewards: return a number, 0.0 for a wrong answer")
-    return failure(
-        f"{message}, of which none came to an end", "return one from the last step (look with envgym envs try)"
-    )
+    advice = "return one from the last step (look with envgym envs try)"
+    return failure(f"{message}, of which none came to an end", advice)
 
 
 def _reward_range(subject: Subject, scored: ScoredEpisodes) -> Finding:

@@ -6,9 +6,10 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
@@ -20,6 +21,8 @@ from .play import CallContext, CheckedEpisode
 from .report import CheckVerdict
 from .scripts import demonstration_script, monkey
 
+T = TypeVar("T")
+
 TASK_SECONDS = 4.0
 """Time limit for reading tasks, if they are slow to make; at least `MIN_TASKS` are read."""
 MIN_TASKS = 24
@@ -27,25 +30,13 @@ DEMONSTRATION_SEEDS = 8
 """Number of seeds that are tried for variants of a task's demonstration."""
 
 
-class Clock:
-    """The time that one check may spend on repetitions beyond its minimum."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def is_up(self) -> bool:
-        return time.monotonic() > self._end
-
-
-def number_tasks(tasks: Sequence[Task], seconds: float, fewest: int) -> Iterator[tuple[int, Task]]:
-    """The tasks with their numbers, which are also seeds: at least `fewest`, and the others as long as `seconds` have
-    not passed."""
-    clock = Clock(seconds)
-    for number, task in enumerate(tasks):
-        if clock.is_up and number >= fewest:
+def take_in_time(items: Iterable[T], seconds: float, fewest: int) -> Iterator[tuple[int, T]]:
+    """The items with their numbers: at least `fewest`, and the others as long as `seconds` have not passed."""
+    end = time.monotonic() + seconds
+    for number, item in enumerate(items):
+        if number >= fewest and time.monotonic() > end:
             return
-        yield number, task
+        yield number, item
 
 
 @dataclass(slots=True)
@@ -88,12 +79,9 @@ class Subject:
         if len(indices) > count:
             indices = [0, *rng.sample(indices[1:], count - 1)]
         selection = []
-        clock = Clock(TASK_SECONDS)
-        for index in indices:
+        for _, index in take_in_time(indices, TASK_SECONDS, MIN_TASKS):
             selection.append(await tasks.get(index))
             await asyncio.sleep(0)  # a task set that never awaits would block the event loop
-            if clock.is_up and len(selection) >= MIN_TASKS:
-                break
         return selection
 
     def demonstrations(self, task: Task) -> list[list[str | Message]]:

@@ -44,9 +44,8 @@ def settings_finding(subject: Subject) -> Finding:
     except Exception as error:
         return failure(f"{text} cannot be read back: {error}", "Config must accept what it writes as JSON")
     if rebuilt != subject.spec:
-        return failure(
-            f"{text} reads back as {rebuilt_text}", "validators of Config must not change values that they returned"
-        )
+        advice = "validators of Config must not change values that they returned"
+        return failure(f"{text} reads back as {rebuilt_text}", advice)
     return ok(f"rebuilt from {text:.100}")
 
 
@@ -85,11 +84,9 @@ def splits_finding(train: Sequence[Task], test: Sequence[Task]) -> Finding:
         message = f"all {len(train) + len(test)} tasks are the same except for their ids and seeds"
         return warning(message, "fine if reset draws the problem from the seed, or a server draws it")
     if overlap:
-        return failure(
-            f"{len(overlap)} of {len(test)} held-out tasks are also among {len(train)} training tasks: "
-            f"{join_first(overlap)}",
-            "split by the problem, not by its number: a prompt must not be in both splits",
-        )
+        message = f"{len(overlap)} of {len(test)} held-out tasks are also among {len(train)} training tasks"
+        advice = "split by the problem, not by its number: a prompt must not be in both splits"
+        return failure(f"{message}: {join_first(overlap)}", advice)
     return ok(f"none of {len(test)} held-out tasks is among {len(train)} training tasks")
 
 
