@@ -55,7 +55,7 @@ async def attack_environment(
     """
     report, start = AttackReport(name_for_process(name)), time.monotonic()
     async with host_process(AttackHost, report.env, settings, setup_seconds) as process:
-        await _Attack(report, process).run(on_row or (lambda row, total: None))
+        await Attack(report, process).run(on_row or (lambda row, total: None))
     report.seconds = time.monotonic() - start
     return report
 
@@ -100,7 +100,7 @@ class AttackHost(CheckHost):
         return results
 
 
-class _Attack:
+class Attack:
     """The rows of an attack, one after the other."""
 
     def __init__(self, report: AttackReport, process: HostProcess[AttackHost]) -> None:
@@ -119,7 +119,8 @@ class _Attack:
             if kind == "blind":
                 self._compare_blind(name, await self._play(index, 0, TASKS))
                 continue
-            if not self._blind:
+            # Demonstrations that hang, or end the process, have no reward for every task to compare with.
+            if not self._blind or (kind == "excess" and len(self._right) < TASKS):
                 break
             self._way = max(right_value - self._report.blind, 0) or 1.0  # from blind play to a right answer
             self._report.rows.append(await self._row(index, kind, name))

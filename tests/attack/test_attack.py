@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from envgym.attack import AttackVerdict, attack_environment
+from envgym.attack import AttackReport, AttackVerdict, attack_environment
 from envgym.attack.report import compare
+from envgym.attack.run import Attack, Plays
 from envgym.cli import main
 
 PLANTED = Path(__file__).with_name("planted")
@@ -167,3 +168,27 @@ def test_answers_that_are_equally_frequent_do_not_tell_the_right_one(tmp_path):
     settings = {"data": {"path": str(tmp_path / "rows.jsonl")}}
     report = asyncio.run(attack_environment("multiple_choice", settings))
     assert report.passed
+
+
+def test_right_answers_are_not_compared_with_demonstrations_that_hang():
+    """They have no reward for every task."""
+
+    class Host:
+        async def describe(self):
+            return [("blind", "nothing"), ("demonstrations", "demonstrations"), ("excess", "every turn twice")], 1.0
+
+        async def play(self, index, start, stop):
+            if index == 1:
+                return Plays([[(1.0, 1.0)]] * 8, "step took longer than 1 s", AttackVerdict.HANGS)
+            return Plays([[(float(index > 0), None)]] * (stop - start))
+
+    class Process:
+        def call(self, call):
+            return call(Host())
+
+        async def kill(self):
+            pass
+
+    report = AttackReport("hanging")
+    asyncio.run(Attack(report, Process()).run(lambda row, total: None))
+    assert [row.cheat for row in report.rows] == ["demonstrations"]
