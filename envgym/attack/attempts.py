@@ -31,6 +31,8 @@ GUESSES = 12
 """Number of answers of which each is given to all tasks, and of words that are guesses if no answers are known."""
 _ESCAPE = re.compile(r"\.\.|^/|[;$]")
 _DESTRUCTIVE = re.compile(DATA["destructive"], re.IGNORECASE)
+CheatTurns = Sequence[Mapping[str, str]]
+"""The turns of a cheat as `cheats.yaml` has them: what to `say` and to `call`."""
 _CHANGES: Mapping[str, Callable[[Turns], Turns]] = {
     "first": lambda turns: [*list(turns[:1]) * MAX_TURNS, *turns],
     "twice": lambda turns: [turn for turn in turns for _ in range(2)],
@@ -140,12 +142,10 @@ class CheatAttempts:
             turns = [{"say": cheat}] if isinstance(cheat, str) else cheat
             yield CheatAttempt(kind, name, partial(self._scripts, turns, forms))
 
-    def _scripts(
-        self, turns: Sequence[Mapping[str, str]], forms: Sequence[Form], task: Task, number: int
-    ) -> list[Script]:
+    def _scripts(self, turns: CheatTurns, forms: Sequence[Form], task: Task, number: int) -> list[Script]:
         return [self._script(turns, form, task, number) for form in forms]
 
-    def _script(self, turns: Sequence[Mapping[str, str]], form: Form, task: Task, number: int) -> Script:
+    def _script(self, turns: CheatTurns, form: Form, task: Task, number: int) -> Script:
         """A script of the turns of a form before its last one, then of a cheat's `turns` in this form."""
         rng, observations, right_answer = random.Random(f"guess {number}"), list[Observation](), self._answer(task)
         # In the order of the counts over all tasks: without its own task, the rarest would tell the answer.

@@ -190,11 +190,10 @@ class Attack:
             max((score for _, score in task if score is not None), default=right)
             for task, right in zip(plays.tasks, self._right, strict=True)
         ]
-        row = AttackRow("demonstrations", name, AttackVerdict.ALL, "", statistics.fmean(self._right or [0.0]))
-        row.blind, row.tasks = self._report.blind, len(scores)
+        earned, blind, message = statistics.fmean(self._right or [0.0]), self._report.blind, ""
         if all(0 <= score <= 1 for score in scores) and statistics.fmean(scores or [0.0]) < FULL:
-            row.verdict = AttackVerdict.LESS
-            row.message = plays.problem or "a right answer must earn all: see envgym envs try"
-        elif (row.earned or 0.0) <= row.blind:
-            row.verdict, row.message = AttackVerdict.LESS, "the best answer-blind play earns as much as right answers"
-        return row
+            message = plays.problem or "a right answer must earn all: see envgym envs try"
+        elif earned <= blind:
+            message = "the best answer-blind play earns as much as right answers"
+        verdict = AttackVerdict.LESS if message else AttackVerdict.ALL
+        return AttackRow("demonstrations", name, verdict, message, earned, blind, tasks=len(scores))

@@ -145,12 +145,8 @@ class Laws:
                 episodes = [episode for group in groups for episode in group.episodes]
                 returns = (self.learner.returns or {}).items()
                 errors = [abs(value - (episodes[index].reward or 0.0)) for index, value in returns]
-                n_repeated = max(
-                    0,
-                    len(rows) - sum(len(episode.rows) for episode in episodes),
-                    len(rows) - len({*map(id, rows)}),
-                    len(episodes) - len({episode.id for episode in episodes}),
-                )
+                n_distinct = min(len({*map(id, rows)}), sum(len(episode.rows) for episode in episodes))
+                n_repeated = max(0, len(rows) - n_distinct, len(episodes) - len({episode.id for episode in episodes}))
                 record |= numbers(return_error=max(errors, default=None), repeated_rows=float(n_repeated))
             return record
 
