@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, ResetNeeded
+from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome
 from envgym.processes.callbacks import call_with_answers
 from envgym.processes.cancellation import call_in_time, pause_timeouts
 from envgym.processes.pool import Processes, ProcessSession
-from envgym.processes.runtime import Result, message_of
-from envgym.types import Action, Observation, Task, as_action, timed
+from envgym.processes.runtime import message_of
+from envgym.types import Action, Observation
 
 from .marks import NONE, read_mark
-from .protocol import CheckedEnv, Info, posed_task
+from .protocol import CheckedEnv, Env, with_files
 
 if TYPE_CHECKING:
     from .host import EnvHost
@@ -33,7 +33,7 @@ HostCall = Callable[["EnvHost"], Awaitable[Any]]
 
 
 class EnvProcesses:
-    """The processes that hold an environment's instances, and the calls of its services from there."""
+    """The processes that hold an environment's instances."""
 
     def __init__(self, spec: EnvSpec) -> None:
         description = json.loads(spec.to_json())
@@ -47,12 +47,6 @@ class EnvProcesses:
             "marks": self._marks.name,
         }
         self.pool: Processes[EnvHost] = Processes(HOST, kwargs, count=spec.config.processes, name="environment")
-        self._clients = spec.clients
-        self._numbers = itertools.count()
-
-    def new_id(self) -> int:
-        """A number for an instance."""
-        return next(self._numbers)
 
     def has_ended(self, session: ProcessSession[EnvHost], instance: int) -> bool:
         """True if a process may have died by the code of this instance: it ran then, or it is not known which did."""
@@ -65,82 +59,81 @@ class EnvProcesses:
         await self.pool.close()
         self._marks.cleanup()
 
-    async def call(
-        self, session: ProcessSession[EnvHost], instance: int, call: Callable[[EnvHost], Awaitable[Result]]
-    ) -> Result:
-        """Call a method of an instance, and answer its calls of services meanwhile."""
-        return await call_with_answers(session, instance, self._clients, call)
-
 
 class ProcessEnv(CheckedEnv):
-    """One episode at a time of an instance in another process, which makes the checks of `CheckedEnv`.
+    """The checks of an instance in another process, which has deadlines for its calls there, and checks their images.
 
     If its code ends the process, the episode fails (`crash`). If that of another instance does, this one is built again
     in another process, by its seed and actions. It must then give the same observations and rewards.
     """
 
     def __init__(self, spec: EnvSpec) -> None:
-        self.rng = random.Random()
-        super().__init__(self, spec)
+        super().__init__(Instance(spec), spec)
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await method(*args, **kwargs)
+
+    async def _with_files(self, observation: Observation) -> Observation:
+        return observation
+
+
+class Instance(Env):
+    """One episode at a time of an instance in another process."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self.spec = spec
+        self._id = next(self._numbers)
         self._processes: EnvProcesses | None = None
-        self._id = -1
         self._session: ProcessSession[EnvHost] | None = None
         self._history: list[tuple[HostCall, Any]] = []
         """The calls of the running episode, each with its result without its info."""
         self._n_repeated = 0
         """The first calls of the episode that the session's process has answered."""
 
-    async def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, Info]:
-        await self.spec.ensure_setup()
-        await self.acquire()
-        if self._processes is not (processes := self.spec.instance_processes):  # the spec may be set up again
-            self._session, self._processes, self._id = None, processes, processes.new_id()
-        self.task: Task = posed_task(options) or await self._draw_task(seed)
+    async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:
+        if self._processes is not self.spec.instance_processes:  # the spec may be set up again
+            self._session, self._processes = None, self.spec.instance_processes
         self._history, self._n_repeated = [], 0
-        instance_seed = random.getrandbits(31) if seed is None else seed
-        instance_options = {**(options or {}), "task": self.task}
-        observation, info = await self._ask(lambda host: host.reset(self._id, instance_seed, instance_options))
-        self._begin(observation)
-        return observation, info
+        # That of the caller, and not the task's as `seed` may be: the process's own checks choose.
+        reset_seed, self._np_random = self._np_random, None
+        host_seed = reset_seed if isinstance(reset_seed, int) else random.getrandbits(31)
+        return await self._ask(lambda host: host.reset(self._id, host_seed, options or {}))
 
-    async def step(self, action: Action | str) -> tuple[Observation, float | None, bool, bool, Info]:
-        if not self._playing:
-            raise ResetNeeded(f"{self.spec.id}: call reset before step; the episode has ended or never began")
-        move = as_action(action)
-        result: tuple[Observation, float | None, bool, bool, Info] = await self._ask(
-            lambda host: host.step(self._id, move)
-        )
-        self._playing = not (result[2] or result[3])
-        self.tally.add(result[0], result[1])
-        return result
+    async def step(self, action: Action) -> Any:
+        return await self._ask(lambda host: host.step(self._id, action))
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            if session.alive:
+                with contextlib.suppress(EnvgymError):
+                    await self._call_in(session, lambda host: host.close_instance(self._id))
+        finally:
+            await session.close()
 
     async def _ask(self, call: HostCall) -> Any:
         """Call a method of the instance, in a living process."""
-        with timed(self.spans, "environment"):
-            while True:
-                session = await self._living_session()
-                try:
-                    await self._repeat_history(session)
-                    observation, *items = await self._call_in(session, call)
-                    # A process may send what it likes: its images are read to the end here, and hashed anew.
-                    result = (await self._with_files(observation), *items)
-                    break
-                except (InvalidOutcome, CallTimeout) as failure:
-                    if isinstance(failure, InvalidOutcome) and failure.kind != "crash":
-                        raise
-                    await session.wait_for_check()  # after a timeout: a process that is stuck is killed
-                    if session.alive or self._of_running.has_ended(session, self._id):
-                        raise
+        while True:
+            session = await self._living_session()
+            try:
+                await self._repeat_history(session)
+                observation, *items = await self._call_in(session, call)
+                # A process may send what it likes: its images are read to the end here, and hashed anew.
+                result = (await with_files(self.spec, observation), *items)
+                break
+            except (InvalidOutcome, CallTimeout) as failure:
+                if isinstance(failure, InvalidOutcome) and failure.kind != "crash":
+                    raise
+                await session.wait_for_check()  # after a timeout: a process that is stuck is killed
+                if session.alive or self.spec.instance_processes.has_ended(session, self._id):
+                    raise
         self._history.append((call, result[:-1]))
         self._n_repeated += 1
         return result
-
-    @property
-    def _of_running(self) -> EnvProcesses:
-        assert self._processes is not None, "reset was not called"
-        return self._processes
 
     async def _living_session(self) -> ProcessSession[EnvHost]:
         """The instance's session; a new one if its process has died."""
@@ -148,8 +141,8 @@ class ProcessEnv(CheckedEnv):
             await self._session.wait_for_check()
             if self._session.alive:
                 return self._session
-        await self._end_session()
-        session = self._session = await self._of_running.pool.session()
+        await self.close()
+        session = self._session = await self.spec.instance_processes.pool.session()
         self._n_repeated = 0
         with pause_timeouts():  # the set-up of a process is not the episode's time
             await session.call(lambda host: host.setup())
@@ -164,24 +157,7 @@ class ProcessEnv(CheckedEnv):
             self._n_repeated += 1
 
     async def _call_in(self, session: ProcessSession[EnvHost], call: HostCall) -> Any:
-        """Call a method of the instance under the environment's deadline."""
+        """Call a method of the instance under the environment's deadline, and answer its calls of services."""
         name = f"{self.spec.id}: {message_of(call)[0]}"
-        calling = self._of_running.call(session, self._id, call)
+        calling = call_with_answers(session, self._id, self.spec.clients, call)
         return await call_in_time(calling, self.spec.config.call_timeout, name)
-
-    async def _close_instance(self) -> None:
-        try:
-            await self._end_session()
-        finally:
-            self.release()
-
-    async def _end_session(self) -> None:
-        session, self._session = self._session, None
-        if session is None:
-            return
-        try:
-            if session.alive:
-                with contextlib.suppress(EnvgymError):
-                    await self._call_in(session, lambda host: host.close_instance(self._id))
-        finally:
-            await session.close()

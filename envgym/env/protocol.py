@@ -328,10 +328,7 @@ class CheckedEnv(Env):
         return await self._with_files(observation) if observation.has_images else observation, *result[1:]
 
     async def _with_files(self, observation: Observation) -> Observation:
-        """The observation with images as `EnvSpec.checked_images` returns them."""
-        raw = Message("user", observation.images)
-        raw, *messages = await self.spec.checked_images((raw, *observation.messages))
-        return replace(observation, messages=tuple(messages), images=raw.images)
+        return await with_files(self.spec, observation)
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Await a method of the environment under its deadline."""
@@ -346,6 +343,13 @@ class CheckedEnv(Env):
         if not tasks:
             raise ConfigError(f"environment {self.spec.id} has no training tasks")
         return await tasks.get(random.Random(seed).randrange(tasks.index_bound))
+
+
+async def with_files(spec: EnvSpec, observation: Observation) -> Observation:
+    """The observation with images as `EnvSpec.checked_images` returns them."""
+    raw = Message("user", observation.images)
+    raw, *messages = await spec.checked_images((raw, *observation.messages))
+    return replace(observation, messages=tuple(messages), images=raw.images)
 
 
 def posed_task(options: Mapping[str, Any] | None) -> Task | None:

@@ -264,6 +264,7 @@ class EnvSpec:
 
     async def _start_processes(self) -> None:
         """Start the processes that instances run in. Raises `ConfigError` if they cannot make this environment."""
+        self.shows_examples = False  # the processes add them
         self.instance_processes = EnvProcesses(self)
         self.closing.push_async_callback(self.instance_processes.close)
         try:

@@ -420,7 +420,8 @@ def play_pictures(tmp_path, *actions):
             observations = [(await env.reset(options={"task": Task("t", (Message.user(posed),))}))[0]]
             for action in actions:
                 observations.append((await env.step(action))[0])
-            assert all(image.data is None for call, result in env._history for image in result[0].messages[0].images)
+            results = [result for _, result in env.unwrapped._history]
+            assert all(image.data is None for result in results for image in result[0].messages[0].images)
         return [image for observation in observations for image in observation.messages[0].images]
 
     return asyncio.run(asyncio.wait_for(main(), 60))

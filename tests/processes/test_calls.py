@@ -64,7 +64,7 @@ def test_a_call_is_evaluated_at_once():
 CHANGES = [
     ("envgym/workers/export.py", "def send_nccl(self)", "def send_by_nccl(self)", "training/weight_sync.py"),
     ("envgym/services/reward_worker.py", "address: str | None)", "address: int)", "services/reward.py"),
-    ("envgym/env/host.py", "-> tuple[Any, ...] | None:", "-> float:", "env/in_processes.py"),
+    ("envgym/env/host.py", "async def setup(", "def setup(", "env/in_processes.py"),
     ("envgym/engines/transformers.py", "async def can_read(", "async def is_readable(", "engines/transformers.py"),
     ("envgym/training/weight_sync.py", 'rank.offload(role == "actor")', "rank.offload(role)",
      "training/weight_sync.py"),
