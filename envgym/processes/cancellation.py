@@ -149,13 +149,33 @@ class UsersCode:
         return True
 
 
-class Deadline:
+class _Clock:
+    """What `pause_timeouts` stops (`report(True)`) and starts again; pauses may overlap."""
+
+    _pauses = 0
+
+    def __init__(self, report: Callable[[bool], None]) -> None:
+        self._report = report
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        self._pauses += 1
+        if self._pauses == 1:
+            self._report(True)
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if self._pauses == 0:
+                self._report(False)
+
+
+class Deadline(_Clock):
     """`async with Deadline(seconds)`: like `asyncio.timeout`, but `pause_timeouts` stops the clock, in the block and in
     tasks created there, and `run_to_end` is notified of work that ignores it. Enter it once."""
 
     # Of the class, since the thread that watches the loop may look at a deadline that is being made.
     _is_overrun = False
-    _pauses = 0
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, seconds: float, name: str = "") -> None:
@@ -164,7 +184,7 @@ class Deadline:
         """The subject of messages about it."""
         self._timeout = asyncio.timeout(None)
         self._seconds_left = seconds
-        self._token: Token[tuple[Deadline | _Reporter, ...]] | None = None
+        self._token: Token[tuple[_Clock, ...]] | None = None
 
     async def __aenter__(self) -> Deadline:
         self._loop = asyncio.get_running_loop()
@@ -209,20 +229,16 @@ class Deadline:
         if self._overrun is not None:
             self._timer = self._loop.call_later(GRACE_SECONDS, settle, self._overrun)
 
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        self._pauses += 1
-        if self._pauses == 1 and self._can_expire() and self._timer is not None:
+    def _report(self, is_paused: bool) -> None:
+        if not self._can_expire():
+            return
+        if not is_paused:
+            self._set_timer()
+        elif self._timer is not None:
             self._seconds_left = self._timer.when() - self._loop.time()
             self._timer.cancel()
             if self._seconds_left <= 0:  # the timer was about to fire
                 self._fire()
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            if self._pauses == 0 and self._can_expire():
-                self._set_timer()
 
     def _can_expire(self) -> bool:
         """True while it is entered and not over: a shared request may outlive the episode that made it."""
@@ -243,27 +259,7 @@ async def call_in_time(call: Awaitable[T], seconds: float, name: str) -> T:
     raise CallTimeout(f"{name} took longer than {seconds:g} s")
 
 
-class _Reporter:
-    """Deadlines of another process, which `report` stops (True) and starts again (False)."""
-
-    def __init__(self, report: Callable[[bool], None]) -> None:
-        self._report = report
-        self._pauses = 0
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        self._pauses += 1
-        if self._pauses == 1:
-            self._report(True)
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            if self._pauses == 0:
-                self._report(False)
-
-
-_ENCLOSING: ContextVar[tuple[Deadline | _Reporter, ...]] = ContextVar("ENCLOSING", default=())
+_ENCLOSING: ContextVar[tuple[_Clock, ...]] = ContextVar("ENCLOSING", default=())
 """The deadlines around the running code."""
 
 
@@ -280,7 +276,7 @@ def pause_timeouts() -> Iterator[None]:
 def report_pauses(report: Callable[[bool], None]) -> Iterator[None]:
     """In its body, `report` is called with True when the clocks of enclosing deadlines stop, and with False when they
     start again: the caller is another process with deadlines."""
-    token = _ENCLOSING.set((*_ENCLOSING.get(), _Reporter(report)))
+    token = _ENCLOSING.set((*_ENCLOSING.get(), _Clock(report)))
     try:
         yield
     finally:
