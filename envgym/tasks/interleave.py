@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
 
 from envgym.hashing import derived_seed
 from envgym.types import Task
@@ -121,10 +121,8 @@ class InProportion(Joined):
 
     def __init__(self, parts: Sequence[TaskSet], weights: Sequence[float]) -> None:
         super().__init__(parts)
-        self._weights = list(weights)
-        # The tasks of a set have positions 1/weight apart. The order is computed up to the largest index read.
-        self._queue = [(0.5 / weight, part, 0) for part, weight in enumerate(weights) if parts[part].size != 0]
-        heapq.heapify(self._queue)
+        # The order is computed up to the largest index read.
+        self._merged = heapq.merge(*map(_positions, count(), parts, weights))
         self._order: list[tuple[int, int]] = []
 
     @property
@@ -134,12 +132,15 @@ class InProportion(Joined):
 
     def _locate(self, index: int) -> tuple[int, int]:
         while len(self._order) <= index:
-            _, part, number = heapq.heappop(self._queue)
+            _, part, number = next(self._merged)
             self._order.append((part, number))
-            size = self._parts[part].size
-            if size is None or number + 1 < size:
-                heapq.heappush(self._queue, ((number + 1.5) / self._weights[part], part, number + 1))
         return self._order[index]
+
+
+def _positions(part: int, tasks: TaskSet, weight: float) -> Iterator[tuple[float, int, int]]:
+    """(position, part, number) of a set's tasks, whose positions are 1/weight apart."""
+    for number in count() if tasks.size is None else range(tasks.size):
+        yield (number + 0.5) / weight, part, number
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
