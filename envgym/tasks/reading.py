@@ -28,18 +28,19 @@ FIRST = 1000
 def read_rows(rows: Rows, reader: TaskReader, selection: Selection, limit: int | None) -> RowIndex:
     """Read all rows, or the first of them until `limit` are used; many rows of files of lines by a process per core.
     Raises `DataError` for the first bad row that is not to be skipped."""
+    reading = PartReader(reader, selection)
     count = min(len(os.sched_getaffinity(0)), len(rows) // PART)
     is_whole = limit is None or limit >= len(rows)
     # Ids are compared with those of all other rows, and a form may be any code.
     if count < 2 or not is_whole or reader.source.id or reader.form:
-        return _read(rows, reader, selection, limit=limit)
+        return reading.read(rows, limit=limit)
     bounds = [0, *(FIRST + (len(rows) - FIRST) * number // count for number in range(count + 1))]
     parts = [part for start, end in pairwise(bounds) if (part := rows.part(start, end)) is not None]
-    if not parts or (first := _read(parts[0], reader, selection)).facts["reader"]["fields"] is None:
-        return _read(rows, reader, selection)
-    reading = _read_in_processes(parts[1:], bounds[1:-1], reader, selection)
+    if not parts or (first := reading.read(parts[0])).facts["reader"]["fields"] is None:
+        return reading.read(rows)
+    readings = _read_in_processes(parts[1:], bounds[1:-1], reader, selection)
     with ThreadPoolExecutor(1) as thread:  # a loop may run in this one
-        return _joined([first, *thread.submit(asyncio.run, reading).result()])
+        return _joined([first, *thread.submit(asyncio.run, readings).result()])
 
 
 async def _read_in_processes(
@@ -77,44 +78,38 @@ def _joined(parts: Sequence[RowIndex]) -> RowIndex:
 
 
 class PartReader:
-    """Reads parts of a source's rows in a process."""
+    """Reads a source's rows, or a part of them in a process."""
 
     def __init__(self, reader: TaskReader, selection: Selection) -> None:
         self._reader, self._selection = reader, selection
         reader.notes.clear()
 
-    def read(self, rows: Rows, start: int) -> RowIndex:
-        return _read(rows, self._reader, self._selection, start=start)
-
-
-def _read(
-    rows: Rows, reader: TaskReader, selection: Selection, *, start: int = 0, limit: int | None = None
-) -> RowIndex:
-    """Read rows, of which the first has the index `start`."""
-    settings = reader.source
-    keys, indices = array("Q"), array("Q")
-    left_out: Counter[str] = Counter()
-    first_index: dict[str, int] = {}
-    iterator = iter(rows)
-    for index in range(len(rows)):
-        if len(indices) == limit:
-            break
-        try:
-            row = next(iterator)
-            if selection and not _is_selected(row, selection, rows.location(index)):
-                continue
-            key = reader.key(row) if settings.id is None else None
-            if key is None:
-                task, key = reader.read(row, location := rows.location(index), rows.name(index))
-                if settings.id is not None and (first := first_index.setdefault(task.id, index)) != index:
-                    line = rows.origin(first)[2]
-                    raise DataError(f"{location}: the id {task.id!r} is also that of line {line}")
-        except (RowLeftOut, DataError) as error:
-            left_out[reason_to_skip(settings, rows.location(index), error)] += 1
-        else:
-            indices.append(start + index)
-            keys.append(key)
-    return RowIndex(keys, indices, {"left out": left_out, "reader": reader.facts()})
+    def read(self, rows: Rows, start: int = 0, *, limit: int | None = None) -> RowIndex:
+        """Read rows, of which the first has the index `start`."""
+        reader, selection, settings = self._reader, self._selection, self._reader.source
+        keys, indices = array("Q"), array("Q")
+        left_out: Counter[str] = Counter()
+        first_index: dict[str, int] = {}
+        iterator = iter(rows)
+        for index in range(len(rows)):
+            if len(indices) == limit:
+                break
+            try:
+                row = next(iterator)
+                if selection and not _is_selected(row, selection, rows.location(index)):
+                    continue
+                key = reader.key(row) if settings.id is None else None
+                if key is None:
+                    task, key = reader.read(row, location := rows.location(index), rows.name(index))
+                    if settings.id is not None and (first := first_index.setdefault(task.id, index)) != index:
+                        line = rows.origin(first)[2]
+                        raise DataError(f"{location}: the id {task.id!r} is also that of line {line}")
+            except (RowLeftOut, DataError) as error:
+                left_out[reason_to_skip(settings, rows.location(index), error)] += 1
+            else:
+                indices.append(start + index)
+                keys.append(key)
+        return RowIndex(keys, indices, {"left out": left_out, "reader": reader.facts()})
 
 
 def _is_selected(row: Row, selection: Selection, location: str) -> bool:
