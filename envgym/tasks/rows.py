@@ -239,22 +239,6 @@ class ChainedRows(Rows):
         return text_hash("".join(parts)) if all(parts := [part.fingerprint() or "" for part in self._parts]) else None
 
 
-class SelectedRows(Rows):
-    """The rows of `rows` at `indices`."""
-
-    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
-        self._rows, self._indices = rows, indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> Row:
-        return self._rows[self._indices[index]]
-
-    def origin(self, index: int) -> tuple[str, str, int]:
-        return self._rows.origin(self._indices[index])
-
-
 def _without_tuples(value: Any) -> Any:
     """A map's pairs as lists: the fields of a task hold no tuples."""
     if isinstance(value, dict):

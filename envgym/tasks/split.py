@@ -21,7 +21,7 @@ from .generators import EndlessTasks, read_generator
 from .interleave import InProportion, Interleaved, Joined
 from .large_files import RowIndex
 from .reading import PartReader, read_rows
-from .rows import Rows, SelectedRows, open_rows, test_split_of
+from .rows import Rows, open_rows, test_split_of
 from .task_set import TaskList, TaskSet
 
 _Reader = Callable[..., TaskReader]
@@ -91,14 +91,16 @@ class _HeldOut:
     def __contains__(self, key: int) -> bool:
         return key < self.bound or key in self.keys
 
-    def indices_without(self, keys: Sequence[int]) -> array[int]:
-        """Indices of the keys that are not held out."""
+    def indices_without(self, file: _File) -> array[int]:
+        """Indices of a file's rows whose prompts are not held out."""
         bound, held_out, last = self.bound, self.keys, max(self.keys, default=-1)  # comparisons are faster than the set
-        return array("Q", (i for i, key in enumerate(keys) if key >= bound and (key > last or key not in held_out)))
+        rows = zip(file.indices, file.keys, strict=True)
+        return array("Q", (i for i, key in rows if key >= bound and (key > last or key not in held_out)))
 
 
 class _File:
-    """The rows at a path and their prompts' keys. Every row has been read once and is valid."""
+    """The rows at a path, the `indices` of those that are used, and their prompts' keys. Every row has been read once;
+    the used ones are valid."""
 
     def __init__(
         self, path: str, split: str | None, settings: SourceConfig, prefix: str, reader: _Reader,
@@ -120,7 +122,8 @@ class _File:
         self.reader.restore(index.facts["reader"])
         left_out = Counter[str](index.facts["left out"])
         self.keys = index.keys
-        self.rows: Rows = rows if len(index.indices) == len(rows) else SelectedRows(rows, index.indices)
+        self.rows = rows
+        self.indices: Sequence[int] = range(len(rows)) if len(index.indices) == len(rows) else index.indices
         counts = "; ".join(f"{count:,}, as {reason}" for reason, count in left_out.most_common(KINDS))
         if not self.keys:
             values = " with the values of data.select" if selection else ""
@@ -138,13 +141,13 @@ class _File:
 
     def key_by_row(self) -> None:
         """Use keys of whole rows instead of prompts; if these are equal too, keys of row numbers."""
-        keys = [key_of(json.dumps(row, sort_keys=True, default=str)) for row in self.rows]
+        keys = [key_of(json.dumps(self.rows[index], sort_keys=True, default=str)) for index in self.indices]
         if len(set(keys)) == 1:
             keys = [key_of(f"{self.path} {index}") for index in range(len(keys))]
         self.keys = array("Q", keys)
 
     def tasks(self, indices: Sequence[int] | None = None) -> RowTasks:
-        return RowTasks(self.rows, self.reader, range(len(self.rows)) if indices is None else indices)
+        return RowTasks(self.rows, self.reader, self.indices if indices is None else indices)
 
     def into(self, held_out: _HeldOut) -> RowTasks:
         """Hold all of it out."""
@@ -188,17 +191,18 @@ class _Finite(_Source):
         if self._is_a_game and len(self.file.keys) == 1 and self.settings.test_fraction:
             # The only row, with another id, by which other seeds are drawn.
             reader = self.reader(self.settings, prefix=f"{self.prefix}held-out/")
-            return RowTasks(self.file.rows, reader, range(1))
+            return RowTasks(self.file.rows, reader, self.file.indices)
         drawn = self._draw_held_out()
         held_out.keys |= drawn
         last = max(drawn, default=-1)
-        indices = array("Q", (index for index, key in enumerate(self.file.keys) if key <= last and key in drawn))
+        rows = zip(self.file.indices, self.file.keys, strict=True)
+        indices = array("Q", (index for index, key in rows if key <= last and key in drawn))
         self._n_held_out = len(indices)
         return self.file.tasks(indices)
 
     def train(self, held_out: _HeldOut) -> TaskSet:
         keys, path = self.file.keys, self.path
-        remaining = held_out.indices_without(keys)
+        remaining = held_out.indices_without(self.file)
         if not remaining:
             test = self.settings.test_path or "the held-out tasks"
             raise DataError(f"{path}: every prompt is also in {test}, so there is nothing to train on")
