@@ -20,7 +20,7 @@ from .watchdog import CallWatch
 
 
 class Connection(WorkerHandle[Worker]):
-    """Calls to a worker process, and their answers."""
+    """Calls to a worker process, and their answers. `close` ends the connection, not the worker."""
 
     def __init__(
         self, name: str, log: Path, reader: asyncio.StreamReader, outbox: Outbox, watch: CallWatch | None = None
@@ -33,6 +33,7 @@ class Connection(WorkerHandle[Worker]):
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._last_call = START
         self._end: WorkerError | None = None
+        self._reading_to_end = asyncio.create_task(self._read_to_end())
 
     @property
     def has_ended(self) -> bool:
@@ -78,14 +79,6 @@ class Connection(WorkerHandle[Worker]):
                 future.exception()  # mark as retrieved: there may be no waiter
         self._pending.clear()
 
-
-class DirectConnection(Connection[Worker]):
-    """A connection to the worker of another process, whose end is not the worker's. Made by `LocalReference.open`."""
-
-    def __init__(self, name: str, log: Path, reader: asyncio.StreamReader, outbox: Outbox) -> None:
-        super().__init__(name, log, reader, outbox)
-        self._reading = asyncio.create_task(self._read_to_end())
-
     async def _read_to_end(self) -> None:
         try:
             await self._read()
@@ -93,10 +86,10 @@ class DirectConnection(Connection[Worker]):
             self._outbox.close()
             self._fail(WorkerDied(f"{self.name} has ended (log: {self.log})"))
 
-    async def close(self) -> None:
+    async def _close(self) -> None:
         self._fail(WorkerError(f"{self.name}: the connection has been closed"))
         self._outbox.close()
-        await asyncio.wait({self._reading})
+        await asyncio.wait({self._reading_to_end})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +108,4 @@ class LocalReference:
         if not is_same_user(writer.get_extra_info("socket")):
             writer.close()
             raise WorkerDied(f"{self.name} has ended, and another user's process has its address")
-        return DirectConnection(self.name, self.log, reader, Outbox(writer))
+        return Connection(self.name, self.log, reader, Outbox(writer))

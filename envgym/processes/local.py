@@ -21,6 +21,7 @@ from typing import Any
 
 from envgym.errors import WorkerDied, WorkerError
 
+from . import family
 from .child import LISTEN, START, Outbox
 from .connection import Connection, LocalReference
 from .runtime import CALL_SECONDS, UTF8, Worker
@@ -38,7 +39,7 @@ CLOSE_TIMEOUT = 10.0
 
 
 class LocalWorker(Connection[Worker]):
-    """The controller's end of one worker process. Made by `LocalRuntime.start`."""
+    """The controller's end of one worker process, which `close` ends. Made by `LocalRuntime.start`."""
 
     def __init__(
         self, name: str, log: Path, process: Process, reader: asyncio.StreamReader, outbox: Outbox, watch: CallWatch
@@ -46,8 +47,6 @@ class LocalWorker(Connection[Worker]):
         super().__init__(name, log, reader, outbox, watch)
         self.pid = process.pid
         self._process = process
-        self._closing: asyncio.Task[None] | None = None
-        self._watching = asyncio.create_task(self._watch())
 
     async def start(self, target: str, kwargs: Mapping[str, Any]) -> None:
         """Build the worker object in the process; raises what its constructor raised."""
@@ -68,7 +67,7 @@ class LocalWorker(Connection[Worker]):
         hundredths of `START_TIMEOUT`. Zeros for one that has ended."""
         folder = Path("/proc", str(self.pid))
         try:
-            ticks = sum(map(int, (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]))
+            ticks = sum(map(int, family.stat(self.pid)[11:13]))
             n_read = int((folder / "io").read_text(encoding="utf-8").split()[1])
             n_logged = self.log.stat().st_size
         except OSError:
@@ -78,28 +77,23 @@ class LocalWorker(Connection[Worker]):
     async def reference(self) -> LocalReference:
         return LocalReference(self.name, self.log, await self.send((LISTEN, (), {})))
 
-    async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
-
     async def kill(self) -> None:
         """Kill the process."""
         self._signal(signal.SIGKILL)
-        await self._watching
+        await self._reading_to_end
 
     async def _close(self) -> None:
         if self._end is None:
             self._fail(WorkerError(f"{self.name}: the worker has been closed"))
             self._outbox.post(None)
         for stop_signal in (signal.SIGTERM, signal.SIGKILL):
-            exited, _ = await asyncio.wait({self._watching}, timeout=CLOSE_TIMEOUT)
+            exited, _ = await asyncio.wait({self._reading_to_end}, timeout=CLOSE_TIMEOUT)
             if exited:
                 return
             self._signal(stop_signal)
-        await self._watching
+        await self._reading_to_end
 
-    async def _watch(self) -> None:
+    async def _read_to_end(self) -> None:
         """Read answers until the process ends, then fail the pending calls."""
         reading = asyncio.create_task(self._read())
         ending = asyncio.create_task(self._process.wait())
@@ -188,9 +182,7 @@ def _describe_status(status: int) -> str:
 def _last_line(log: Path) -> str:
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 4096))
-            text = file.read().decode(errors="replace")
+            line = family.last_line(file.fileno()).strip()
     except OSError:  # the run folder has been removed; report the death without a last line
         return ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f", last line: {lines[-1][:300]}" if lines else ""
+    return f", last line: {line[:300]}" if line else ""

@@ -150,7 +150,6 @@ class RayWorker(WorkerHandle[Any]):
         self._caller = secrets.token_hex(8)
         self._calls = 0
         self._ends_actor = ends_actor
-        self._closing: asyncio.Task[None] | None = None
 
     async def wait_for_place(self) -> None:
         """Wait for the actor's process. Raises `WorkerError` if Ray has not started it within `PLACE_TIMEOUT`."""
@@ -184,11 +183,6 @@ class RayWorker(WorkerHandle[Any]):
                 self._actor.cancel.remote(self._caller, number)
                 raise
         return self._result(answer)
-
-    async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
 
     async def kill(self) -> None:
         import ray

@@ -12,6 +12,7 @@ for plain methods, `call` for coroutines. Concurrent calls are started in the or
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import os
@@ -57,6 +58,8 @@ def message_of(call: Callable[Concatenate[Worker, Args], object], *args: Args.ar
 class WorkerHandle(ABC, Generic[Worker]):
     """A handle to a running worker."""
 
+    _closing: asyncio.Task[None] | None = None
+
     def call(self, call: Callable[[Worker], Awaitable[Result]]) -> Coroutine[Any, Any, Result]:
         """Run the coroutine method of the worker that `call` calls, and return its result.
 
@@ -76,9 +79,14 @@ class WorkerHandle(ABC, Generic[Worker]):
     async def send(self, message: Message) -> Any:
         """Run the method of a message; see `call`."""
 
-    @abstractmethod
     async def close(self) -> None:
         """End the worker: ask, then terminate, then kill. Safe to call twice and after its death."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        """`close`, called once."""
 
     async def kill(self) -> None:
         """End the worker at once: its calls raise `WorkerDied`."""
@@ -175,10 +183,9 @@ class InlineWorker(WorkerHandle[Any]):
     def __init__(self, name: str, worker: Any) -> None:
         self.name = name
         self._worker = worker
-        self._closed = False
 
     async def send(self, message: Message) -> Any:
-        if self._closed:
+        if self._closing is not None:
             raise WorkerError(f"{self.name}: the worker has been closed")
         method, args, kwargs = message
         try:
@@ -189,10 +196,7 @@ class InlineWorker(WorkerHandle[Any]):
         except Exception as error:
             raise WorkerError(f"{self.name}: {describe_error(error)[1]}") from error
 
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    async def _close(self) -> None:
         await close_object(self._worker)
 
 
