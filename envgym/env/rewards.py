@@ -33,8 +33,9 @@ from envgym.rewards.functions import (
     weighted_sum,
 )
 from envgym.tasks import TaskList, TaskSet, prompt_key
-from envgym.tasks.columns import ANSWER_FIELDS, KEYS, PROMPT_FIELDS, TaskReader
+from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
+from envgym.tasks.split import draw_held_out
 from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages, refuse_images
 
 from .data import DataEnvConfig, DataEnvSpec
@@ -245,9 +246,7 @@ class RewardSpec(DataEnvSpec):
             return {split: _read(rows(split), f"{self.name}-{split}") for split in ("train", "test")}
         tasks = _read(rows or (), self.name)
         keys = [prompt_key(task) for task in tasks]
-        held_out = {key for key in keys if key < TEST_FRACTION * KEYS}
-        # With a handful of prompts the fraction may be none or all: keep one on either side, a single one for training.
-        held_out = (held_out | {min(keys)}) - {max(keys)}
+        held_out = draw_held_out(keys, TEST_FRACTION)
         return {
             "train": [task for task, key in zip(tasks, keys, strict=True) if key not in held_out],
             "test": [task for task, key in zip(tasks, keys, strict=True) if key in held_out],

@@ -115,12 +115,11 @@ class TaskReader:
                 self.columns = self._columns_by_use(row, *self._fields)
         prompt_field, answer_field = self._fields
         prompt: str | tuple[Message, ...] = ""
-        messages: tuple[Message, ...] = ()
         if prompt_field is not None:
-            prompt, messages = self._prompt(row, prompt_field, location, may_be_empty=bool(self.form or images))
+            prompt = self._prompt(row, prompt_field, location, may_be_empty=bool(self.form or images))
         if prompt_field is not None and self.form is None:
-            with_context = self._with_context(prompt, row, prompt_field)
-            prompt, messages = with_context, messages if with_context is prompt else as_messages(with_context)
+            prompt = self._with_context(prompt, row, prompt_field)
+        messages = () if prompt_field is None else as_messages(prompt)
         if source.template is not None:
             prompt = self._fill(source.template, prompt, row, location)
             values = (Message(name, str(row[name])) for name in sorted(self._in_template))
@@ -214,10 +213,7 @@ class TaskReader:
         self.notes[f"the prompt is {' and '.join(fields)}; data.prompt={field} makes it {field} alone"] += 1
         return "\n\n".join(row[name] for name in fields)
 
-    def _prompt(
-        self, row: Row, name: str, location: str, *, may_be_empty: bool
-    ) -> tuple[str | tuple[Message, ...], tuple[Message, ...]]:
-        """The prompt in the task's form, and as messages."""
+    def _prompt(self, row: Row, name: str, location: str, *, may_be_empty: bool) -> str | tuple[Message, ...]:
         may_be_text = name not in MESSAGE_FIELDS
         value = parse_json(_value(row, name, location), f"{location}: field {name!r}", may_be_text=may_be_text)
         if self.form is None:
@@ -230,7 +226,7 @@ class TaskReader:
             raise DataError(f"{location}: field {name!r}: {error}") from None
         if not may_be_empty and not any(message.text.strip() or message.images for message in messages):
             raise DataError(f"{location}: field {name!r} is empty")
-        return (value if isinstance(value, str) else messages), messages
+        return value if isinstance(value, str) else messages
 
     def _prompt_field(self, row: Row, location: str) -> str | None:
         template = self.source.template

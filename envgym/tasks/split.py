@@ -214,18 +214,21 @@ class _Finite(_Source):
 
     def _draw_held_out(self) -> set[int]:
         """The prompts with small keys: duplicates stay in one split, and new rows move no old one."""
-        fraction, keys = self.settings.test_fraction, self.file.keys
-        if fraction == 0:
+        if self.settings.test_fraction == 0:
             return set()
-        lowest, highest = min(keys), max(keys)
-        if lowest == highest:
+        if not (drawn := draw_held_out(self.file.keys, self.settings.test_fraction)):
             raise DataError(
                 f"{self.path}: all rows have one prompt, so none can be held out: "
                 "set data.test_path, or data.test_fraction=0 (and eval.every=0) to train without"
             )
-        # With a handful of prompts the fraction may be none or all: keep one on either side.
-        bound = fraction * KEYS
-        return ({key for key in keys if key < bound} | {lowest}) - {highest}
+        return drawn
+
+
+def draw_held_out(keys: Sequence[int], fraction: float) -> set[int]:
+    """The small keys, about a fraction of all. With a handful that may be none or all: one is kept on either side, a
+    single one for training."""
+    bound = fraction * KEYS
+    return ({key for key in keys if key < bound} | {min(keys)}) - {max(keys)}
 
 
 class _Endless(_Source):
