@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import random
@@ -11,14 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome
+from envgym.errors import CallTimeout, InvalidOutcome
 from envgym.processes.callbacks import call_with_answers
 from envgym.processes.cancellation import call_in_time, pause_timeouts
 from envgym.processes.pool import Processes, ProcessSession
 from envgym.processes.runtime import message_of
 from envgym.types import Action, Observation
 
-from .marks import NONE, read_mark
+from .marks import may_have_ended
 from .protocol import CheckedEnv, Env, with_files
 
 if TYPE_CHECKING:
@@ -39,25 +38,18 @@ class EnvProcesses:
         description = json.loads(spec.to_json())
         # The run's process has the deadlines, whose clocks its services can stop.
         description["kwargs"] |= {"processes": 0, "call_timeout": NO_LIMIT, "concurrency": None}
-        self._marks = tempfile.TemporaryDirectory(prefix="envgym-marks-")
+        self.marks = tempfile.TemporaryDirectory(prefix="envgym-marks-")
         kwargs = {
             "read": type(spec).from_json,
             "description": json.dumps(description),
             "clients": [*spec.clients],
-            "marks": self._marks.name,
+            "marks": self.marks.name,
         }
         self.pool: Processes[EnvHost] = Processes(HOST, kwargs, count=spec.config.processes, name="environment")
 
-    def has_ended(self, session: ProcessSession[EnvHost], instance: int) -> bool:
-        """True if a process may have died by the code of this instance: it ran then, or it is not known which did."""
-        try:
-            return read_mark(Path(self._marks.name), session.pid) in (instance, NONE)
-        except OSError:
-            return True
-
     async def close(self) -> None:
         await self.pool.close()
-        self._marks.cleanup()
+        self.marks.cleanup()
 
 
 class ProcessEnv(CheckedEnv):
@@ -106,14 +98,8 @@ class Instance(Env):
 
     async def close(self) -> None:
         session, self._session = self._session, None
-        if session is None:
-            return
-        try:
-            if session.alive:
-                with contextlib.suppress(EnvgymError):
-                    await self._call_in(session, lambda host: host.close_instance(self._id))
-        finally:
-            await session.close()
+        if session is not None:
+            await session.close(lambda: self._call_in(session, lambda host: host.close_instance(self._id)))
 
     async def _ask(self, call: HostCall) -> Any:
         """Call a method of the instance, in a living process."""
@@ -129,7 +115,8 @@ class Instance(Env):
                 if isinstance(failure, InvalidOutcome) and failure.kind != "crash":
                     raise
                 await session.wait_for_check()  # after a timeout: a process that is stuck is killed
-                if session.alive or self.spec.instance_processes.has_ended(session, self._id):
+                marks = Path(self.spec.instance_processes.marks.name)
+                if session.alive or may_have_ended(marks, session.pid, self._id):
                     raise
         self._history.append((call, result[:-1]))
         self._n_repeated += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Coroutine, Generator
@@ -25,12 +26,16 @@ class Marks:
         os.pwrite(self._file, _NUMBER.pack(instance), 0)
 
 
-def read_mark(folder: Path, pid: int) -> int:
-    """The last mark of a process; `NONE` for a file that holds no mark, which its code may have written. Raises
-    `OSError` if there is none."""
-    with open(folder / str(pid), "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        content = file.read(_NUMBER.size + 1)
-    return int(_NUMBER.unpack(content)[0]) if len(content or b"") == _NUMBER.size else NONE
+def may_have_ended(folder: Path, pid: int, instance: int) -> bool:
+    """True if a process may have died by the code of this instance: it ran then, or it is not known which did. That is
+    so without a file (of another machine), and with one that holds no mark, which code may have written."""
+    content = b""
+    with (
+        contextlib.suppress(OSError),
+        open(folder / str(pid), "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file,
+    ):
+        content = file.read(_NUMBER.size + 1) or b""
+    return len(content) != _NUMBER.size or _NUMBER.unpack(content)[0] in (instance, NONE)
 
 
 class Marked(Generic[T]):

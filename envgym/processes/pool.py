@@ -242,13 +242,13 @@ class ProcessSession(WorkerHandle[Worker]):
         """Wait until it is known whether the process still responds after a cancelled call."""
         await self._process.wait_for_check()
 
-    async def close(self, call: Callable[[Worker], object] | None = None) -> None:
-        """End the session, with a last method if the process is alive. A process that has died has no state left, so
+    async def close(self, end: Callable[[], Awaitable[object]] | None = None) -> None:
+        """End the session, with a last call if the process is alive. A process that has died has no state left, so
         errors are ignored."""
         try:
-            if call is not None and self.alive:
+            if end is not None and self.alive:
                 with contextlib.suppress(EnvgymError):
-                    await self.run(call)
+                    await end()
         finally:
             self._process.sessions -= not self._is_closed
             self._is_closed = True

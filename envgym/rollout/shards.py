@@ -16,7 +16,7 @@ from typing import Any
 
 from envgym.engine import ChatEngine, Engine, Generation, Request
 from envgym.engines.pool import EnginePool
-from envgym.env.marks import NONE, read_mark
+from envgym.env.marks import may_have_ended
 from envgym.errors import ConfigError, EnvgymError, NameNotFound, WorkerDied, WorkerError
 from envgym.processes.callbacks import answer_calls, call_with_answers
 from envgym.processes.runtime import WorkerHandle
@@ -168,7 +168,8 @@ class Shards(Supervisor[_Shard]):
             )
         except WorkerDied as death:
             self._lose(shard, str(death))
-            raise _Crash(str(death), may_be_its_code=self._read_mark(shard) in (subject, NONE)) from None
+            may_be_its_code = may_have_ended(Path(self._marks.name), shard.pid, subject)
+            raise _Crash(str(death), may_be_its_code=may_be_its_code) from None
         except WorkerError as error:  # an episode that cannot be sent
             outcome = Outcome.fail("environment", str(error))
             return self._local.identified(Episode("", attempt.task, outcome), attempt)
@@ -200,12 +201,6 @@ class Shards(Supervisor[_Shard]):
             members = [shard for shard in live if group_id in shard.groups]
             last = self._last_shard = members[0] if members else min(live, key=lambda shard: shard.load)
         return last
-
-    def _read_mark(self, shard: _Shard) -> int:
-        try:
-            return read_mark(Path(self._marks.name), shard.pid)
-        except OSError:  # it ran on another machine
-            return NONE
 
     # -- starts and deaths ---------------------------------------------------------------------------------------
 

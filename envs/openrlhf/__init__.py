@@ -195,7 +195,7 @@ class AgentEnv(Env):
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            await session.close(lambda host: host.close_episode(self._key))
+            await session.close(lambda: session.run(lambda host: host.close_episode(self._key)))
 
     @property
     def _is_chat(self) -> bool:

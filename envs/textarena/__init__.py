@@ -124,7 +124,7 @@ class TextArenaEnv(Env):
         """End the game."""
         session, self._session = self._session, None
         if session is not None:
-            await session.close(lambda games: games.end(self._key))
+            await session.close(lambda: session.run(lambda games: games.end(self._key)))
 
     def _score(self, reward: float) -> float:
         """1 for a win, 0 for a loss; in a game for one player the reward itself, clipped to [0, 1]."""
