@@ -6,10 +6,10 @@ Malformed HTTP is answered with a problem too, and logged without its content, w
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import ClassVar, TypeVar
@@ -123,19 +123,18 @@ class IncomingBody:
     """
 
     _incomplete: ClassVar[WeakSet[IncomingBody]] = WeakSet()
-    _order: ClassVar[itertools.count[int]] = itertools.count()
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._parts = bytearray()
-        self._last = 0
+        self._last = time.monotonic()
         self._is_discarded = False
 
     def add(self, part: bytes) -> None:
         """Append a part. Raises `OverflowError` if the body is too large, `BufferError` if it was discarded."""
         if len(self._parts) + len(part) > self._limit:
             raise OverflowError(f"it has more than {self._limit} bytes")
-        self._last = next(self._order)
+        self._last = time.monotonic()
         self._incomplete.add(self)
         while sum(len(body._parts) for body in self._incomplete) + len(part) > MAX_ARRIVING:
             min(self._incomplete, key=lambda body: body._last)._discard()

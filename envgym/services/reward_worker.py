@@ -53,6 +53,7 @@ class RewardWorker:
         self._dtype = number_format(declared.dtype, on_cpu=self._device.type == "cpu")
         loaded = _load(self._name, self._dtype) if rank == 0 else _allocate(self._name, self._dtype)
         self._config = loaded.config.get_text_config()
+        self._config.use_cache = False
         self._model = loaded.eval()
         if self._ranks == 1 and not declared.offload:
             self._model.to(self._device)
@@ -219,7 +220,6 @@ def _load(name: str, dtype: str) -> Any:
         )
     if model.config.num_labels != 1:
         raise ConfigError(f"{name} is not a reward model: it gives {model.config.num_labels} numbers, not one")
-    model.config.get_text_config().use_cache = False
     return model
 
 
@@ -229,9 +229,7 @@ def _allocate(name: str, dtype: str) -> Any:
 
     from envgym.workers.network import load_model
 
-    model = load_model(name, "scalar", getattr(torch, dtype), attention=None, uninitialized=True)
-    model.config.get_text_config().use_cache = False
-    return model
+    return load_model(name, "scalar", getattr(torch, dtype), attention=None, uninitialized=True)
 
 
 def _limit(config: Any, tokenizer: Any) -> int:
