@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, compress, count
 from operator import not_
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 from zlib import crc32
 
 from envgym.disk import cache_folder, flush_to_disk, publish, regular_file, work_folder
@@ -33,7 +33,7 @@ PIECE_BYTES = 2**20
 """Approximate bytes of lines that are read at a time."""
 
 
-class Lines:
+class LineFile:
     """The lines of a text file that are not blank, unmodified, by number from 0. A small file is in memory. Of a larger
     one the positions and checksums of its lines are, and they are read when needed: they must not change meanwhile.
     Concurrent reads are safe; one of a line that has changed raises `RunError`.
@@ -65,7 +65,8 @@ class Lines:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> bytes:
+    def line(self, index: int) -> bytes:
+        """Raises `IndexError` past the end."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         text = self._text(index, index + 1)
@@ -75,13 +76,14 @@ class Lines:
             raise RunError(f"{self._path}:{self.numbers[index]} {change}: a run needs its data as it was at the start")
         return line
 
-    def __iter__(self) -> Iterator[bytes]:
+    def lines(self) -> Iterator[bytes]:
+        """All lines in order."""
         start = 0
         while start < len(self):
             end = bisect_right(self._starts, self._starts[start] + PIECE_BYTES, start + 2) - 1
             lines = [line for line in io.BytesIO(self._text(start, end)) if not line.isspace()]
             if array("I", map(crc32, lines)) != self._checksums[start:end]:
-                lines = [self[index] for index in range(start, end)]  # raises the error of a changed one
+                lines = [self.line(index) for index in range(start, end)]  # raises the error of a changed one
             yield from lines
             start = end
 
@@ -95,8 +97,8 @@ class Lines:
         except OSError as error:
             raise RunError(f"{self._path} cannot be read: {error.strerror}") from None
 
-    def part(self, start: int, end: int) -> Lines | None:
-        """The lines from `start` to before `end`, which can be pickled; None for those of a small file."""
+    def part(self, start: int, end: int) -> Self | None:
+        """The file's lines from `start` to before `end`, which can be pickled; None for those of a small file."""
         if self._memory is not None:
             return None
         part = copy.copy(self)
@@ -173,10 +175,6 @@ class Table:
             kind = "a Parquet" if path.suffix == ".parquet" else "an Arrow"
             raise DataError(f"{path}: not {kind} file that can be read: {str(error).splitlines()[0]}") from None
 
-    def batch_size(self, maximum: int) -> int:
-        """Number of rows to convert at a time, at most `maximum`."""
-        return _batch_size(self.data.nbytes, self.data.num_rows, maximum)
-
     def release(self) -> None:
         """Give the memory of what was read back: the file has it."""
         if self._mapping is not None and hasattr(self._mapping, "madvise"):
@@ -186,9 +184,11 @@ class Table:
         """A Parquet file's table, in an Arrow file on the disk."""
         import pyarrow.ipc
 
-        with _temporary_file() as copy:
+        folder = cache_folder("rows")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as copy:
             with pyarrow.ipc.new_stream(copy, file.schema_arrow) as stream:
-                for batch in file.iter_batches(_batch_size(size, file.metadata.num_rows, 2**16), use_threads=False):
+                for batch in file.iter_batches(batch_size(size, file.metadata.num_rows, 2**16), use_threads=False):
                     stream.write_batch(batch)
             copy.flush()
             pyarrow.default_memory_pool().release_unused()
@@ -201,11 +201,6 @@ class Table:
         return pyarrow.ipc.open_stream(pyarrow.py_buffer(self._mapping)).read_all()
 
 
-def _batch_size(n_bytes: int, n_rows: int, maximum: int) -> int:
+def batch_size(n_bytes: int, n_rows: int, maximum: int) -> int:
+    """Number of rows of a table to convert at a time, at most `maximum`."""
     return max(1, min(maximum, BATCH_BYTES * n_rows // max(1, n_bytes)))
-
-
-def _temporary_file() -> Any:
-    folder = cache_folder("rows")
-    folder.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryFile(dir=folder)

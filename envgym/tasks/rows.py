@@ -8,7 +8,6 @@ the memory.
 from __future__ import annotations
 
 import ast
-import copy
 import csv
 import hashlib
 import itertools
@@ -26,7 +25,7 @@ from envgym.hashing import text_hash
 from envgym.types.conversations import ROLES
 
 from .hub import fetch_data_set, is_hub_id
-from .large_files import Lines, Table
+from .large_files import LineFile, Table, batch_size
 
 Row = dict[str, Any]
 BATCH = 1000
@@ -86,38 +85,25 @@ class Rows(ABC):
         return None
 
 
-class JsonLines(Rows):
+class JsonLines(LineFile, Rows):
     """A file with one JSON object per line."""
 
     def __init__(self, path: Path, stem: str, limit: int | None) -> None:
-        super().__init__(path, stem)
-        self._lines = Lines(path, limit)
-
-    def __len__(self) -> int:
-        return len(self._lines)
+        Rows.__init__(self, path, stem)
+        LineFile.__init__(self, path, limit)
 
     def __getitem__(self, index: int) -> Row:
-        return self._row(index, self._lines[index])
+        return self._row(index, self.line(index))
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self._row, itertools.count(), self._lines)
+        return map(self._row, itertools.count(), self.lines())
 
     def origin(self, index: int) -> tuple[str, str, int]:
-        return self._source, self._stem, self._lines.numbers[index]
-
-    def part(self, start: int, end: int) -> Rows | None:
-        if (lines := self._lines.part(start, end)) is None:
-            return None
-        part = copy.copy(self)
-        part._lines = lines
-        return part
-
-    def fingerprint(self) -> str:
-        return self._lines.fingerprint()
+        return self._source, self._stem, self.numbers[index]
 
     def _decoded(self, index: int, line: bytes) -> str:
         try:
-            return line.decode("utf-8" if index or self._lines.numbers[0] > 1 else "utf-8-sig")
+            return line.decode("utf-8" if index or self.numbers[0] > 1 else "utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{self.location(index)}: not UTF-8 text ({error.reason} at byte {error.start})") from None
 
@@ -171,7 +157,8 @@ class TableRows(Rows):
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def __iter__(self) -> Iterator[Row]:
-        for batch in self._table.to_batches(max_chunksize=self._file.batch_size(BATCH)):
+        table = self._table
+        for batch in table.to_batches(max_chunksize=batch_size(table.nbytes, len(self), BATCH)):
             yield from map(self._clean, batch.to_pylist())
             self._file.release()
 
