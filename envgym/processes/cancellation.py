@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import Any, TypeVar
 
 from envgym.errors import CallTimeout
@@ -37,6 +36,14 @@ def start_task(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[T]]) -> asy
     tasks.add(task)
     task.add_done_callback(tasks.discard)
     return task
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their end."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run_to_end(work: Coroutine[Any, Any, T], seconds: float, name: str, *passing: type[BaseException]) -> T:
@@ -140,9 +147,7 @@ class UsersCode:
     def __enter__(self) -> UsersCode:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is None or isinstance(error, self._passing) or is_shutdown(error):
             return False
         self.error = error
@@ -194,15 +199,13 @@ class Deadline(_Clock):
         self._set_timer()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: Any) -> None:
         assert self._token is not None
         _ENCLOSING.reset(self._token)
         self._token = None
         if self._timer is not None:
             self._timer.cancel()
-        await self._timeout.__aexit__(kind, error, traceback)
+        await self._timeout.__aexit__(*exc)
 
     def expired(self) -> bool:
         return self._timeout.expired() or self._is_overrun

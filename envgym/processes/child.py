@@ -129,25 +129,20 @@ class Caller:
     def __init__(self, host: Host, writer: asyncio.StreamWriter) -> None:
         self.outbox = Outbox(writer)
         self._host = host
-        self._calls = set[int]()
 
     def post(self, number: int, answer: Answer) -> None:
         self.outbox.post((number, *answer))
-        self._calls.discard(number)
 
     def run(self, number: int, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a method, or with None cancel a call."""
         if method is None:
             self._host.cancel((self, number))
-            self._calls.discard(number)
-            return
-        self._calls.add(number)
-        self._host.run((self, number), method, args, kwargs, partial(self.post, number))
+        else:
+            self._host.run((self, number), method, args, kwargs, partial(self.post, number))
 
     def end(self) -> None:
         """Cancel its calls: there is nobody for their answers."""
-        for number in self._calls:
-            self._host.cancel((self, number))
+        self._host.cancel_all(self)
         self.outbox.close()
 
 

@@ -75,6 +75,12 @@ class Host:
         if number in self._tasks:
             self._tasks[number].cancel()
 
+    def cancel_all(self, caller: Hashable) -> None:
+        """Cancel the calls of a caller."""
+        for number in self._tasks:
+            if number[0] is caller:
+                self.cancel(number)
+
     async def close(self) -> None:
         await close_object(self._worker)
 

@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
 from envgym.errors import CallTimeout, EnvgymError, InvalidOutcome, WorkerDied, WorkerError
 
-from .cancellation import start_task
+from .cancellation import cancel_all, start_task
 from .local import LocalRuntime, LocalWorker
 from .runtime import Message, Result, Worker, WorkerHandle, message_of
 
@@ -60,7 +60,7 @@ class Processes(Generic[Worker]):
         try:
             await asyncio.gather(*starting)
         except BaseException:
-            await _cancel(starting)
+            await cancel_all(starting)  # a task that was starting a process kills it first
             await self.close()
             raise
 
@@ -112,18 +112,10 @@ class Processes(Generic[Worker]):
 
     async def close(self) -> None:
         """Close all processes. The temporary logs stay if one failed."""
-        await _cancel(self._giving_back)
+        await cancel_all(self._giving_back)
         await asyncio.gather(*(process.close() for process in self._processes))
         if self._temporary is not None and not any(process.failed for process in self._processes):
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait for their end: a task that was starting a process kills it first."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Process:

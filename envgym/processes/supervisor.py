@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from envgym.errors import EnvgymError, WorkerDied
 
-from .cancellation import pause_timeouts, start_task
+from .cancellation import cancel_all, pause_timeouts, start_task
 
 Member = TypeVar("Member")
 MOST_DEATHS = 8
@@ -79,6 +79,4 @@ class Supervisor(ABC, Generic[Member]):
         self._changed = asyncio.Event()
 
     async def _stop_replacing(self) -> None:
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await cancel_all(self._replacing)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from envgym.errors import WorkerError
-from envgym.processes.cancellation import start_task
+from envgym.processes.cancellation import cancel_all, start_task
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -46,10 +46,7 @@ class Batcher(Generic[Item, Result]):
 
     async def close(self) -> None:
         """Stop sending; waiting callers get a `WorkerError`."""
-        tasks = [*self._tasks, *([self._pumping] if self._pumping is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([*self._tasks, *([self._pumping] if self._pumping is not None else [])])
         _fail(self._waiting)
         self._waiting = []
 
