@@ -12,7 +12,7 @@ from envgym.hashing import derived_seed
 from envgym.types import Task
 
 from .rows import locate
-from .task_set import TaskSet
+from .task_set import EpochOrder, TaskSet
 
 LARGEST_BLOCK = 1000
 """Maximum tasks of a block with exact proportions; proportions that need a larger one are rounded."""
@@ -59,7 +59,7 @@ class Interleaved(Joined):
         self._seed = seed
         self._counts = block_counts(weights)
         self._block: tuple[int, list[tuple[int, int]]] = (-1, [])
-        self._epochs: list[tuple[int, list[int]]] = [(-1, [])] * len(self._parts)
+        self._orders = [EpochOrder(part.size, seed, "part", number) for number, part in enumerate(parts)]
 
     @property
     def size(self) -> None:
@@ -80,7 +80,7 @@ class Interleaved(Joined):
         if block != self._block[0]:
             self._block = (block, self._order(block))
         part, number = self._block[1][slot]
-        return part, self._index(part, block * self._counts[part] + number)
+        return part, self._orders[part][block * self._counts[part] + number]
 
     def _order(self, block: int) -> list[tuple[int, int]]:
         """(part, number) of each slot: a part's n tasks lie one in each n-th of the block, at a random point in it."""
@@ -99,18 +99,6 @@ class Interleaved(Joined):
         if None in sizes:
             return None
         return max(math.ceil((size or 0) * total / count) for size, count in zip(sizes, self._counts, strict=True))
-
-    def _index(self, part: int, draw: int) -> int:
-        """The index in `part` of its draw number `draw`."""
-        size = self._parts[part].size
-        if size is None:
-            return draw
-        epoch, offset = divmod(draw, size)
-        if epoch != self._epochs[part][0]:
-            order = list(range(size))
-            random.Random(derived_seed(self._seed, "part", part, epoch)).shuffle(order)
-            self._epochs[part] = (epoch, order)
-        return self._epochs[part][1][offset]
 
 
 class InProportion(Joined):

@@ -108,6 +108,24 @@ async def tasks_at(tasks: TaskSet, indices: Iterable[int]) -> list[Task]:
     return drawn
 
 
+class EpochOrder:
+    """The numbers below `size` without end, each once per epoch, in an order that `seed` and the epoch's number draw.
+    Without a size, all numbers as they are."""
+
+    def __init__(self, size: int | None, *seed: object) -> None:
+        self._size, self._seed = size, seed
+        self._epoch, self._order = -1, array("Q")
+
+    def __getitem__(self, position: int) -> int:
+        if self._size is None:
+            return position
+        epoch, offset = divmod(position, self._size)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, array("Q", range(self._size))
+            random.Random(derived_seed(*self._seed, epoch)).shuffle(self._order)
+        return self._order[offset]
+
+
 class TaskCursor:
     """Draws tasks from a set: of a finite one each once per epoch, in a new order.
 
@@ -116,11 +134,9 @@ class TaskCursor:
 
     def __init__(self, tasks: TaskSet, seed: int, curriculum: Curriculum | None = None) -> None:
         self._tasks = tasks.with_seed(seed)
-        self._seed = seed
+        self._order = EpochOrder(self._tasks.size, seed, "task order")
         self._curriculum = curriculum
         self._position = 0
-        self._order = array("Q")
-        self._epoch = -1
         if tasks.size == 0:
             raise RunError("the environment has no training tasks")
 
@@ -128,7 +144,8 @@ class TaskCursor:
         """The next `count` tasks."""
         drawn: list[Task] = []
         while len(drawn) < count:
-            [task] = await tasks_at(self._tasks, [self._index()])
+            index, self._position = self._order[self._position], self._position + 1
+            [task] = await tasks_at(self._tasks, [index])
             if self._curriculum is None or not self._curriculum.is_skipped(task):
                 drawn.append(task)
         return drawn
@@ -146,18 +163,6 @@ class TaskCursor:
     def metrics(self) -> dict[str, float]:
         """The curriculum's metrics since the last call."""
         return {} if self._curriculum is None else self._curriculum.metrics()
-
-    def _index(self) -> int:
-        position, self._position = self._position, self._position + 1
-        size = self._tasks.size
-        if size is None:
-            return position
-        epoch, offset = divmod(position, size)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = array("Q", range(size))
-            random.Random(derived_seed(self._seed, "task order", epoch)).shuffle(self._order)
-        return self._order[offset]
 
     def state(self) -> dict[str, Any]:
         """The position, for a checkpoint. Later calls do not change the returned values."""
