@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import BeforeValidator, Field
 
 from envgym.errors import ConfigError, InvalidStep, PromptTooLong, UnknownKey, printable_line
-from envgym.settings import Settings, validate_settings
+from envgym.settings import Settings, as_list, validate_settings
 from envgym.types import Message, PlacedImage, StopReason, ToolSpec, VersionSpan
 from envgym.types.pickles import pickle_by_values
 
@@ -31,9 +31,7 @@ class TurnSampling(Settings):
     top_k: int = Field(0, ge=-1)  # -1 is vLLM's 0
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
     seed: int | None = None
-    stop: Annotated[
-        tuple[StopText, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-    ] = ()
+    stop: Annotated[tuple[StopText, ...], BeforeValidator(as_list)] = ()
 
 
 @dataclass(frozen=True, slots=True)

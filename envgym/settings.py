@@ -47,6 +47,11 @@ class Settings(BaseModel):
         return value
 
 
+def as_list(value: Any) -> Any:
+    """A single value as a list of it, for a setting of one or several."""
+    return [value] if isinstance(value, str | int | float) else value
+
+
 def _types_in(annotation: Any) -> Iterator[Any]:
     """The types in an annotation, at every depth; a literal counts as the type of its values."""
     inner = get_args(annotation)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from envgym.settings import Settings
+from envgym.settings import Settings, as_list
 
 KEYS = r"[?&;#][^=&;#]*(key(?!word)|token(?!s)|secret|passw|pwd|auth(?!or)|\bsig\b|signature|credential|\bcode\b|\bsk-)"
 """A parameter of a URL that holds a key, by its name."""
@@ -36,10 +36,6 @@ def _checked_url(url: str, secret: str = KEYS) -> str:
     if parts.username or parts.password or re.search(secret, url, re.IGNORECASE):
         raise PydanticCustomError("secret", "a URL must hold no password or key: it would be saved in the run's folder")
     return url.rstrip("/")
-
-
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
 
 
 def _checked_name(name: str) -> str:
@@ -99,7 +95,7 @@ class RewardEndpoint(Service):
     client is a `RewardClient`.
     """
 
-    urls: Annotated[tuple[Url, ...], BeforeValidator(_as_tuple)] = Field(min_length=1)
+    urls: Annotated[tuple[Url, ...], BeforeValidator(as_list)] = Field(min_length=1)
     """Addresses of equal servers (`http://host:5000/get_reward`), asked in turn."""
     token_file: str | None = None
     """File that holds the token the servers ask for."""

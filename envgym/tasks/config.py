@@ -24,7 +24,7 @@ from envgym.disk import cache_folder, publish, work_folder
 from envgym.errors import DataError, reported_as
 from envgym.hashing import DIGITS
 from envgym.loading import is_file_target
-from envgym.settings import Settings
+from envgym.settings import Settings, as_list
 from envgym.types import ImagePart
 
 from .hub import is_hub_id
@@ -36,10 +36,6 @@ IMAGE_FIELDS = ("images", "image")
 
 def _as_names(value: Any) -> Any:
     return () if value is None else (value,) if isinstance(value, str) else value
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | int | float) else value
 
 
 def _checked_template(template: str | None) -> str | None:
@@ -81,7 +77,7 @@ class Range(Settings):
         return (self.min is None or self.min <= value) and (self.max is None or value <= self.max)
 
 
-Selection = dict[str, Range | Annotated[list[Any], BeforeValidator(_as_list)]]
+Selection = dict[str, Range | Annotated[list[Any], BeforeValidator(as_list)]]
 """Allowed values by field: a list, or a range."""
 
 

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from envgym.env import Env, EnvConfig, EnvSpec, Info, StepResult, TaskSet
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
 from envgym.processes.pool import Processes
+from envgym.settings import as_list
 from envgym.tasks import GeneratedTasks
 from envgym.types import Action, Message, Task, add_instruction
 
@@ -23,10 +24,6 @@ SAME_HASHES = {"PYTHONHASHSEED": "0"}
 _OPEN, _CLOSE = re.compile("<answer>", re.IGNORECASE), re.compile("</answer>", re.IGNORECASE)
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, int) else value
-
-
 class ReasoningGymConfig(EnvConfig):
     """Settings of the environment."""
 
@@ -34,7 +31,7 @@ class ReasoningGymConfig(EnvConfig):
     """Name of a dataset, several, or several with weights."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the dataset (`{min_terms: 2}`); of several datasets by name (`{chain_sum: {min_terms: 2}}`)."""
-    level: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_as_list)] = Field(default_factory=list)
+    level: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(as_list)] = Field(default_factory=list)
     """Level of the datasets' curricula, from 0, or several to draw from. It becomes the tasks' difficulty. Unset: the
     datasets' own parameters."""
     attributes: dict[str, int] = Field(default_factory=dict)
