@@ -22,7 +22,7 @@ from .interleave import InProportion, Interleaved, Joined
 from .large_files import RowIndex
 from .reading import PartReader, read_rows
 from .rows import Rows, open_rows, test_split_of
-from .task_set import TaskList, TaskSet
+from .task_set import GeneratedTasks, TaskList, TaskSet
 
 _Reader = Callable[..., TaskReader]
 """Factory of a source's reader: `reader(settings, prefix=…)`."""
@@ -146,13 +146,20 @@ class _File:
             keys = [key_of(f"{self.path} {index}") for index in range(len(keys))]
         self.keys = array("Q", keys)
 
-    def tasks(self, indices: Sequence[int] | None = None) -> RowTasks:
-        return RowTasks(self.rows, self.reader, self.indices if indices is None else indices)
+    def tasks(self, indices: Sequence[int], reader: TaskReader | None = None) -> TaskSet:
+        """Tasks read from the rows at `indices`, on demand."""
+        rows, reader = self.rows, reader or self.reader
 
-    def into(self, held_out: _HeldOut) -> RowTasks:
+        def read(index: int) -> Task:
+            number = indices[index]
+            return reader.read(rows[number], rows.location(number), rows.name(number))[0]
+
+        return GeneratedTasks(read, len(indices))
+
+    def into(self, held_out: _HeldOut) -> TaskSet:
         """Hold all of it out."""
         held_out.keys.update(self.keys)
-        return self.tasks()
+        return self.tasks(self.indices)
 
 
 class _Source:
@@ -191,7 +198,7 @@ class _Finite(_Source):
         if self._is_a_game and len(self.file.keys) == 1 and self.settings.test_fraction:
             # The only row, with another id, by which other seeds are drawn.
             reader = self.reader(self.settings, prefix=f"{self.prefix}held-out/")
-            return RowTasks(self.file.rows, reader, self.file.indices)
+            return self.file.tasks(self.file.indices, reader)
         drawn = self._draw_held_out()
         held_out.keys |= drawn
         last = max(drawn, default=-1)
@@ -246,19 +253,3 @@ class _Endless(_Source):
 
     def _tasks(self, is_in_split: Callable[[int], bool]) -> EndlessTasks:
         return EndlessTasks(self.path, self.reader(self.settings, prefix=self.prefix), is_in_split)
-
-
-class RowTasks(TaskSet):
-    """Tasks read from the rows at `indices`, on demand."""
-
-    def __init__(self, rows: Rows, reader: TaskReader, indices: Sequence[int]) -> None:
-        self._rows, self._reader, self._indices = rows, reader, indices
-
-    @property
-    def size(self) -> int:
-        return len(self._indices)
-
-    async def get(self, index: int) -> Task:
-        number = self._indices[index]
-        task, _ = self._reader.read(self._rows[number], self._rows.location(number), self._rows.name(number))
-        return task
