@@ -186,13 +186,7 @@ async def serve(fd: int) -> int:
     if first is None:
         return 1
     target, kwargs, sys.path[:] = first[0]
-    controller.post(START, answer := host.start(target, pickle.loads(kwargs)))
-    if answer[0] is not None:
-        controller.outbox.flush()
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-        return 1
+    controller.post(START, host.start(target, pickle.loads(kwargs)))  # the controller kills a process that has failed
     while (frame := await read_frame(reader)) is not None:
         for message in frame:
             if message is None:
