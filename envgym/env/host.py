@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class EnvHost(CallsBack):
-    """Makes, steps and closes instances, by their numbers, of the spec that `read` makes of its `description`. It is a
-    worker like others: a `processes.host.Host` runs its methods.
+    """Makes, steps and closes instances, by their numbers, of the spec that `make_spec` makes. It is a worker like
+    others: a `processes.host.Host` runs its methods.
     `clients` are the names of the services that the run's own process calls for them; `marks` is the folder of the file
     that tells which instance's code ended the process."""
 
-    def __init__(self, read: Callable[[str], EnvSpec], description: str, clients: Sequence[str], marks: str) -> None:
+    def __init__(self, make_spec: Callable[[], EnvSpec], clients: Sequence[str], marks: Path) -> None:
         super().__init__()
-        self._spec = read(description)
-        self._marks = Marks(Path(marks))
+        self._spec = make_spec()
+        self._marks = Marks(marks)
         self._spec.clients = {name: ForwardingClient(self, name) for name in clients}
         self._envs: dict[int, CheckedEnv] = {}
 

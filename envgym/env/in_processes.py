@@ -7,6 +7,7 @@ import json
 import random
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,9 @@ class EnvProcesses:
         description["kwargs"] |= {"processes": 0, "call_timeout": NO_LIMIT, "concurrency": None}
         self.marks = tempfile.TemporaryDirectory(prefix="envgym-marks-")
         kwargs = {
-            "read": type(spec).from_json,
-            "description": json.dumps(description),
+            "make_spec": partial(type(spec).from_json, json.dumps(description)),
             "clients": [*spec.clients],
-            "marks": self.marks.name,
+            "marks": Path(self.marks.name),
         }
         self.pool: Processes[EnvHost] = Processes(HOST, kwargs, count=spec.config.processes, name="environment")
 
