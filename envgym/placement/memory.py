@@ -26,7 +26,6 @@ from envgym.limits import limits
 from envgym.models import is_path
 from envgym.models.sizes import count_parameters
 from envgym.models.vision import TOWERS, policy_class
-from envgym.processes.runtime import Slot
 from envgym.run_folder import policy_of_run
 from envgym.services.declarations import RewardModel
 from envgym.workers.config import GPU_SHARE, MAX_LOGITS, WorkersConfig, number_format
@@ -240,7 +239,7 @@ class MemoryNeeds:
         service = self._models.get(part)
         if (sizes := self._sizes(part)) is None:
             return None
-        slot = self._slots(part)[0]
+        slot = self._plan.slots_of(part)[0]
         on_gpu = bool(slot.gpus)
         gpu_bytes = self._plan.nodes[slot.node].gpu_bytes if on_gpu else None
         if part == ENGINE:
@@ -268,7 +267,7 @@ class MemoryNeeds:
         """The total of every GPU and node in use. Parts that share GPUs in turns with the engine do not add to it."""
         totals = []
         for number, node in enumerate(self._plan.nodes):
-            slots = [(part.name, slot) for part in self._plan.parts for slot in self._slots(part.name)]
+            slots = [(part.name, slot) for part in self._plan.parts for slot in self._plan.slots_of(part.name)]
             processes = [(name, slot) for name, slot in slots if slot.node == number]
             for gpu in sorted({gpu for _, slot in processes for gpu in slot.gpus}):
                 names = [name for name, slot in processes if gpu in slot.gpus]
@@ -300,9 +299,6 @@ class MemoryNeeds:
         assert sizes is not None
         cache = int(engine.parts["cache"] - _sampling_bytes(sizes))
         return cache if cache > GIB else None
-
-    def _slots(self, part: str) -> list[Slot]:
-        return [self._plan.slots[worker] for p in self._plan.parts if p.name == part for worker in p.workers]
 
     def _gpu_bytes(self, parts: Sequence[str]) -> float:
         """Bytes of a GPU with these parts, each as often as it has processes there."""

@@ -78,10 +78,13 @@ class Plan:
             for node in range(max((slot.node for slot in slots), default=0) + 1)
         ]
 
+    def slots_of(self, name: str) -> list[Slot]:
+        """The slots of a part's processes, in their order."""
+        return [self.slots[worker] for part in self.parts if part.name == name for worker in part.workers]
+
     def gpus_of(self, name: str) -> list[tuple[int, int]]:
         """(node, GPU) of each process of a part, in their order."""
-        workers = [worker for part in self.parts if part.name == name for worker in part.workers]
-        return [(self.slots[worker].node, gpu) for worker in workers for gpu in self.slots[worker].gpus]
+        return [(slot.node, gpu) for slot in self.slots_of(name) for gpu in slot.gpus]
 
     def engine_share(self) -> float:
         """The share of a GPU's memory that each engine on it takes, for weights and cache."""
@@ -112,7 +115,7 @@ def plan_of(stage: StageConfig, services: Mapping[str, int], nodes: Sequence[Nod
     else:
         plan = place_parts(parts, nodes, [names] if stage.colocate == "all" else sets)
     _check_transfer(stage.sync.transfer, plan)
-    engine_nodes = [plan.slots[name].node for part in parts if part.name == ENGINE for name in part.workers] or [0]
+    engine_nodes = [slot.node for slot in plan.slots_of(ENGINE)] or [0]
     processes = range(stage.rollout.processes)
     shards = {SHARD.format(number): Slot(engine_nodes[number % len(engine_nodes)]) for number in processes}
     return replace(plan, shards=shards)
