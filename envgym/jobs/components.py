@@ -25,8 +25,7 @@ from envgym.processes.local import LocalRuntime
 from envgym.processes.ray import RayRuntime
 from envgym.processes.runtime import InlineRuntime, Runtime, WorkerHandle
 from envgym.render import NoRenderer, load_renderer
-from envgym.rollout.attempts import Attempts, LocalAttempts
-from envgym.rollout.runner import Runner
+from envgym.rollout.attempts import LocalAttempts
 from envgym.rollout.shard import RolloutShard, ShardSpec
 from envgym.rollout.shards import Shards
 from envgym.run_folder import RunFolder
@@ -75,11 +74,8 @@ async def open_runtime(config: RunConfig, folder: RunFolder) -> AsyncIterator[Ru
 
 
 @asynccontextmanager
-async def stage_context_in(
-    config: RunConfig, stage: StageConfig, runtime: Runtime, spec: EnvSpec | None = None
-) -> AsyncIterator[StageContext]:
-    """The context of a stage in a runtime. The environment is closed on every exit."""
-    spec = spec or stage.make_spec()
+async def stage_context_in(config: RunConfig, runtime: Runtime, spec: EnvSpec) -> AsyncIterator[StageContext]:
+    """The context of a stage in a runtime, with the environment `spec`, which is closed on every exit."""
     async with (
         start_services(spec, runtime, deterministic=config.deterministic, eager=False) as services,
         AsyncExitStack() as closing,
@@ -93,7 +89,7 @@ async def stage_context(config: RunConfig, stage: StageConfig, folder: RunFolder
     async with open_runtime(config, folder) as runtime:
         spec = stage.make_spec()
         spec.store_images(folder.images)
-        async with stage_context_in(config, stage, placed_runtime(stage, [spec], runtime), spec) as context:
+        async with stage_context_in(config, placed_runtime(stage, [spec], runtime), spec) as context:
             yield context
 
 
@@ -146,23 +142,17 @@ async def start_sampling(
     agent: Agent,
     model: str,
     display: Display,
-    *,
-    lora_rank: int = 0,
-    sleeps: bool = False,
-    cache_bytes: int | None = None,
+    **options: Any,
 ) -> tuple[Engine | ChatEngine, int]:
     """Start the services of the environments, all in one runtime, and the stage's engine. Returns the engine and its
-    context length in tokens (0 if only the API knows it). `lora_rank`: rank of the adapters that the engine will load.
-    `sleeps`: the engine shares its devices in turns with the models, which come first. `cache_bytes`: as in
-    `EngineSpec`."""
+    context length in tokens (0 if only the API knows it). `options` are fields of `EngineSpec` that depend on the
+    training: `lora_rank`, `cache_bytes`, and `sleeps`, with which the models come first on its devices."""
     api = await start_api(config, stage, contexts, model, display) if stage.engine.kind == "openai" else None
     await start_environment_services(contexts, display)
     if api is not None:
         return api, 0
-    engine, max_model_len = await start_engine(
-        config, stage, model, contexts[0].runtime, display, lora_rank, sleeps, cache_bytes
-    )
-    if sleeps:
+    engine, max_model_len = await start_engine(config, stage, model, contexts[0].runtime, display, **options)
+    if options.get("sleeps"):
         await engine.sleep(1)
     for context in contexts:
         policy = PolicyEngine(agent.renderer, engine, max_model_len, config.deterministic, config.seed)
@@ -171,16 +161,10 @@ async def start_sampling(
 
 
 async def start_engine(
-    config: RunConfig,
-    stage: StageConfig,
-    model: str,
-    runtime: Runtime,
-    display: Display,
-    lora_rank: int = 0,
-    sleeps: bool = False,
-    cache_bytes: int | None = None,
+    config: RunConfig, stage: StageConfig, model: str, runtime: Runtime, display: Display, **options: Any
 ) -> tuple[EnginePool, int]:
-    """Start the stage's engines. Returns the pool and its context length in tokens."""
+    """Start the stage's engines; `options` are further fields of `EngineSpec`. Returns the pool and its context length
+    in tokens."""
     target, note = choose_engine(stage.engine.kind)
     if note:
         display.note(note)
@@ -193,15 +177,13 @@ async def start_engine(
         seed=config.seed,
         deterministic=config.deterministic,
         concurrency=max_concurrency(stage),
-        lora_rank=lora_rank,
-        sleeps=sleeps,
         in_flight=stage.rollout.max_staleness > 0,
         gpu_share=runtime.plan.engine_share() if isinstance(runtime, PlacedRuntime) else ENGINE_SHARES["shared"],
-        cache_bytes=cache_bytes,
         tensor_parallel=stage.engine.tensor_parallel,
         image_size=stage.render.image_size,
         transfer=stage.sync.transfer,
         engine_args=stage.engine.args,
+        **options,
     )
     # Sampling and training alternate, so each may use every core.
     cores = max(1, len(os.sched_getaffinity(0)) // stage.engine.count)
@@ -278,26 +260,10 @@ def make_agent(stage: StageConfig, model: str) -> Agent:
     return agent_class(NoRenderer(), agent_config)
 
 
-def make_runner(
-    config: RunConfig,
-    stage: StageConfig,
-    spec: EnvSpec,
-    agent: Agent,
-    engine: Engine | ChatEngine | None,
-    max_model_len: int | None,
-    attempts: Attempts | None = None,
-) -> Runner:
-    """The runner of the stage's episodes; `max_model_len` is the engine's context length in tokens."""
-    return Runner(
-        spec,
-        agent,
-        engine,
-        stage.rollout,
-        max_model_len=max_model_len or 0,
-        seed=config.seed,
-        deterministic=config.deterministic,
-        attempts=attempts,
-    )
+def attempt_settings(config: RunConfig, max_model_len: int | None) -> dict[str, Any]:
+    """The settings of a run's attempts, and of their `Runner`; `max_model_len` is the engine's context length in
+    tokens."""
+    return {"max_model_len": max_model_len or 0, "seed": config.seed, "deterministic": config.deterministic}
 
 
 def make_shards(
@@ -314,10 +280,7 @@ def make_shards(
     runs them. They make the environment and the `agent` again, by their settings."""
     if not stage.rollout.processes:
         return None
-    spec, max_model_len = context.spec, max_model_len or 0
-    settings: dict[str, Any] = {
-        "max_model_len": max_model_len, "seed": config.seed, "deterministic": config.deterministic
-    }  # fmt: skip
+    spec, settings = context.spec, attempt_settings(config, max_model_len)
     shard = ShardSpec(
         partial(type(spec).from_json, spec.to_json()),
         partial(make_agent, stage, model),

@@ -31,9 +31,9 @@ from envgym.types import Group, Outcome, Task, ToolSpec
 
 from .components import (
     StageContext,
+    attempt_settings,
     check_api,
     make_agent,
-    make_runner,
     make_shards,
     open_runtime,
     stage_context_in,
@@ -228,15 +228,15 @@ async def _started_parts(
             spec = specs[key]
             if key not in contexts:
                 display.phase(f"setting up {part.stage.env.name}")
-                entering = stage_context_in(part.config, part.stage, runtime, spec)
-                contexts[key] = await stack.enter_async_context(entering)
+                contexts[key] = await stack.enter_async_context(stage_context_in(part.config, runtime, spec))
             tasks = source.tasks if isinstance(source, Script) else await part.tasks(spec)
             folder.check_tasks(part.name, tasks, spec)
             with_tasks.append((part, spec, tasks))
         if isinstance(source, Script):
             await start_environment_services(list(contexts.values()), display)
-            runners = [make_runner(config, stage, spec, source.agent, None, None) for spec in specs.values()]
-            yield [PartRun(parts[0], source.tasks, runner, folder, display) for runner in runners]
+            [spec] = specs.values()
+            runner = Runner(spec, source.agent, None, stage.rollout, **attempt_settings(config, None))
+            yield [PartRun(parts[0], source.tasks, runner, folder, display)]
             return
         model = await fetch_model(stage.model, config, display, source)
         folder.check_model(model)
@@ -254,7 +254,8 @@ async def _started_parts(
         for (part, spec, tasks), agent in zip(with_tasks, agents, strict=True):
             context = next(context for context in contexts.values() if context.spec is spec)
             shards = make_shards(part.config, part.stage, context, agent, model, engine, length, display)
-            runner = make_runner(part.config, part.stage, spec, agent, engine, length, shards)
+            settings = attempt_settings(part.config, length)
+            runner = Runner(spec, agent, engine, part.stage.rollout, **settings, attempts=shards)
             runs.append(PartRun(part, tasks, runner, folder, display))
         first = {run.spec: run for run in runs[::-1]}
         for run in runs:  # the sampled and the greedy part of one environment say everything once

@@ -12,7 +12,14 @@ from envgym.config.schema import RoleConfig, RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError
-from envgym.jobs.components import StageContext, make_agent, make_runner, make_shards, start_role, start_sampling
+from envgym.jobs.components import (
+    StageContext,
+    attempt_settings,
+    make_agent,
+    make_shards,
+    start_role,
+    start_sampling,
+)
 from envgym.jobs.models import base_of_model
 from envgym.jobs.prompts import announce, survey
 from envgym.learner import Learner
@@ -101,7 +108,8 @@ async def start_components(
         tolerance = stage.sync.tolerance
         sync = WeightSync(engine, actor, tuple(probes), tolerance, precision, transfer, files, timeshare, quantized)
     shards = make_shards(config, stage, context, agent, model, engine, max_model_len, display)
-    runner = make_runner(config, stage, context.spec, agent, engine, max_model_len, shards)
+    settings = attempt_settings(config, max_model_len)
+    runner = Runner(context.spec, agent, engine, stage.rollout, **settings, attempts=shards)
     await runner.attempts.start()
     if agent.uses_policy:
         runner.first_answers.note = display.note

@@ -28,9 +28,9 @@ from envgym.env import EnvSpec
 from envgym.episodes.record import from_record, to_record
 from envgym.errors import ConfigError, InvalidOutcome, InvalidStep, PromptTooLong
 from envgym.images import ImageFolder
-from envgym.jobs.components import make_agent, make_runner, open_runtime, stage_context_in, start_sampling
+from envgym.jobs.components import attempt_settings, make_agent, open_runtime, stage_context_in, start_sampling
 from envgym.net import client as http
-from envgym.rollout.runner import SamplingPlan
+from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.run_folder import RunFolder
 from envgym.services import Chat
 from envgym.types import Message, Status, StopReason, Task, ToolCall, ToolSpec
@@ -550,10 +550,11 @@ def evaluate(serving, handler, tmp_path, n_tasks, monkeypatch=None, engine=None,
             if monkeypatch is not None:
                 monkeypatch.setattr(type(stage), "make_spec", lambda self: EnvSpec("sum", Sum))
             folder = RunFolder(tmp_path)
-            async with open_runtime(config, folder) as runtime, stage_context_in(config, stage, runtime) as place:
+            spec = stage.make_spec()
+            async with open_runtime(config, folder) as runtime, stage_context_in(config, runtime, spec) as place:
                 agent = make_agent(stage, "m")
                 sampler, context = await start_sampling(config, stage, [place], agent, "m", display)
-                runner = make_runner(config, stage, place.spec, agent, sampler, context)
+                runner = Runner(place.spec, agent, sampler, stage.rollout, **attempt_settings(config, context))
                 tasks = [Task(f"t{n}", f"{n}+{n}", answer=str(2 * n)) for n in range(n_tasks)]
                 if monkeypatch is None:
                     tasks = [await place.spec.tasks("test").get(n) for n in range(n_tasks)]
