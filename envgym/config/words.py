@@ -84,6 +84,12 @@ def dotted_keys(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
             yield f"{prefix}{key}", value
 
 
+def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The nested settings that differ, by their dotted keys: both values, None for a key that one side lacks."""
+    old, new = dict(dotted_keys(a)), dict(dotted_keys(b))
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`deep_merge`, but a component with another name drops the settings of the old one."""
     if "data" in overrides:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from envgym.config.words import dotted_keys
+from envgym.config.words import differing_keys
 from envgym.errors import RunError
 from envgym.types import Episode
 
@@ -175,16 +175,12 @@ def _notes(a: JobFolder, b: JobFolder, results: Sequence[Mapping[str, Any]], nam
 
 
 def _setting_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """A line for each setting with another value: `data.template is '…' in A and '…' in B`."""
-    sides = [_flat(settings) for settings in (a, b)]
-    names = [name for name in {**sides[0], **sides[1]} if sides[0].get(name) != sides[1].get(name)]
-    return [f"{name} is {_text(sides[0].get(name))} in A and {_text(sides[1].get(name))} in B" for name in names]
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings by their dotted keys, as users write them."""
-    keys = dict(dotted_keys(settings))
-    return {key if key.partition(".")[0] == "data" else f"env.{key}": value for key, value in keys.items()}
+    """A line for each setting with another value, by its key as users write it: `data.template is '…' in A and '…' in
+    B`."""
+    differences = {
+        key if key.partition(".")[0] == "data" else f"env.{key}": values for key, values in differing_keys(a, b).items()
+    }
+    return [f"{key} is {_text(x)} in A and {_text(y)} in B" for key, (x, y) in differences.items()]
 
 
 def _text(value: Any) -> str:

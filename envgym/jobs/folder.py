@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from envgym.config.schema import RunConfig
-from envgym.config.words import dotted_keys
+from envgym.config.words import differing_keys
 from envgym.disk import folder_lock, write_atomically
 from envgym.env import EnvSpec
 from envgym.episodes.files import EpisodeKey, Journal, check_target, write_episodes
@@ -212,12 +212,8 @@ class UnfinishedFile(JobFolder):
             [saved] = self.parts
         except (EnvgymError, ValueError):
             return f"cannot be resumed, because {self.config_file} is missing or damaged"
-        old, new = dict(dotted_keys(saved.settings)), dict(dotted_keys(self.part.settings))
-        differences = [
-            f"{key} was {old.get(key)!r:.60} and is {new.get(key)!r:.60}"
-            for key in {**old, **new}
-            if old.get(key) != new.get(key)
-        ]
+        changed = differing_keys(saved.settings, self.part.settings).items()
+        differences = [f"{key} was {old!r:.60} and is {new!r:.60}" for key, (old, new) in changed]
         return f"were run with other settings ({'; '.join(differences)})" if differences else ""
 
     def finish(self, episodes: Sequence[Episode]) -> None:

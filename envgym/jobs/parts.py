@@ -104,6 +104,13 @@ class Part(BaseModel):
         return chosen
 
 
+def with_last_stage(config: RunConfig, rollout: Mapping[str, Any], **changes: Any) -> RunConfig:
+    """The configuration with changes of its last stage, and of that stage's rollout."""
+    *earlier, stage = config.stages
+    changes["rollout"] = stage.rollout.model_copy(update=rollout)
+    return config.model_copy(update={"stages": [*earlier, stage.model_copy(update=changes)]})
+
+
 def suite_env(stage: StageConfig, **settings: Any) -> SuiteEnv:
     """The environment of a stage as that of a suite."""
     return SuiteEnv(env=stage.env, agent=stage.agent, data=stage.data, **settings)
@@ -187,11 +194,9 @@ def part_of_rollout(
 ) -> Part:
     """The last stage's environment, of which `tasks` tasks from `first` on (None: all), or the one of a `key`, are
     rolled out, `samples` times each."""
-    stage = config.stages[-1]
-    if stage.rollout.seed_scope is None:  # as in training: the best of a task's episodes met the same problem
-        rollout = stage.rollout.model_copy(update={"seed_scope": "group"})
-        stage = stage.model_copy(update={"rollout": rollout})
-        config = config.model_copy(update={"stages": [*config.stages[:-1], stage]})
-    env = suite_env(stage, split=split, tasks=tasks, samples=samples)
+    if config.stages[-1].rollout.seed_scope is None:
+        # As in training: the best of a task's episodes met the same problem.
+        config = with_last_stage(config, {"seed_scope": "group"})
+    env = suite_env(config.stages[-1], split=split, tasks=tasks, samples=samples)
     # Files of different tasks have different groups.
     return Part(name=f"rollout-{split}-{first:05d}", env=env, config=config, first=first, key=key)

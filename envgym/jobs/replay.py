@@ -22,7 +22,7 @@ from envgym.types import Episode, Message, Outcome, Task
 from .folder import JobFolder, UnfinishedFile
 from .job import run_job
 from .models import MakeModel, with_results
-from .parts import Part, suite_env
+from .parts import Part, suite_env, with_last_stage
 from .score import replay
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def replay_episodes(config: RunConfig, episodes: Sequence[Episode], display: Dis
             f"episodes of agent {stage.agent.name} cannot be replayed: its turns are recorded, and not what it does in "
             "the environment"
         )
-    rollout = stage.rollout.model_copy(update={"refills": 0, "retries": 0, "processes": 0})
-    stage = stage.model_copy(update={"rollout": rollout})
-    config = config.model_copy(update={"stages": [*config.stages[:-1], stage]})
+    config = with_last_stage(config, {"refills": 0, "retries": 0, "processes": 0})
     part = Part(name="replay", env=suite_env(stage), config=config, recordings="")
     with tempfile.TemporaryDirectory() as folder:
         file = UnfinishedFile(Path(folder, "replay.jsonl"), part, overwrite=True)
@@ -105,7 +103,7 @@ def sample_again(
     tokens, up to the first difference, that are the same. Raises `ConfigError` without these weights, and for a run
     that was not deterministic, whose samples have no seeds.
     """
-    stage = config.stages[-1]
+    stage, changes = config.stages[-1], {}
     if not config.deterministic:
         raise ConfigError("--sample: only the samples of a run with deterministic=true can be repeated")
     if step > 1:
@@ -117,16 +115,14 @@ def sample_again(
             raise ConfigError(
                 f"--sample: {checkpoint} is gone, which sampled step {step}; there are weights for {choices}"
             )
-        stage = stage.model_copy(update={"model": str(checkpoint)})
-    rollout = stage.rollout.model_copy(update={"seed_scope": stage.rollout.seed_scope or "group"})
-    stage = stage.model_copy(update={"rollout": rollout})
-    config = config.model_copy(update={"stages": [stage]})
+        changes["model"] = str(checkpoint)
+    config = with_last_stage(config, {"seed_scope": stage.rollout.seed_scope or "group"}, **changes)
     tasks: dict[str, dict[str, Task]] = {}
     for episode in sorted(episodes, key=lambda episode: episode.group_id):
         tasks.setdefault(episode.purpose, {}).setdefault(episode.group_id, episode.task)
     parts = []
     for purpose, groups in tasks.items():
-        part = RecordedPart(name=purpose, env=suite_env(stage, samples=rollout.group_size), config=config)
+        part = RecordedPart(name=purpose, env=suite_env(stage, samples=stage.rollout.group_size), config=config)
         part._tasks = [*groups.values()]
         parts.append(part)
     with tempfile.TemporaryDirectory() as folder:

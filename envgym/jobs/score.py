@@ -30,7 +30,7 @@ from .generations import (
     unscored_episode,
 )
 from .job import Script, run_job
-from .parts import Part, suite_env
+from .parts import Part, suite_env, with_last_stage
 
 if TYPE_CHECKING:
     from envgym.monitoring.display import Display
@@ -64,15 +64,13 @@ def score_to_file(
     were looked up there. Raises `EnvgymError`; on Ctrl-C a `KeyboardInterrupt` that names the folder of the finished
     episodes.
     """
-    *earlier_stages, stage = config.stages
+    stage = config.stages[-1]
     saved, gold = event_loop.run(_recorded_episodes(stage, source, fields or GenerationFields(), display))
     # Saved episodes contain their tasks; a second attempt would be the same.
     data = {} if stage.data.get("path") == str(source) else stage.data
-    rollout = stage.rollout.model_copy(update={"refills": 0})
-    stage = stage.model_copy(update={"data": data, "rollout": rollout})
+    config = with_last_stage(config, {"refills": 0}, data=data)
     answers = text_hash(repr([(episode.id, episode.seed, episode.outcome, episode.messages) for episode in saved]))
-    config = config.model_copy(update={"stages": [*earlier_stages, stage]})
-    part = Part(name="score", env=suite_env(stage), config=config, recordings=answers)
+    part = Part(name="score", env=suite_env(config.stages[-1]), config=config, recordings=answers)
     folder = UnfinishedFile(path, part, overwrite=overwrite)
     with folder.open():
         scored, _ = replay(folder, saved, display)
