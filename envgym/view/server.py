@@ -172,17 +172,11 @@ class ViewServer:
         return web.FileResponse(PAGE / "index.html")
 
     async def _api(self, request: web.Request) -> web.Response:
-        try:
-            text = await asyncio.to_thread(lambda: to_json(self._answers(request.query.get("q", ""))))
-        except EnvgymError as error:
-            return web.json_response({"error": str(error)}, status=404)
+        text = await asyncio.to_thread(lambda: to_json(self._answers(request.query.get("q", ""))))
         return web.json_response(text=text)
 
     async def _image(self, request: web.Request) -> web.Response:
-        try:
-            content, media_type = await asyncio.to_thread(self._answers.image, request.query.get("q", ""))
-        except EnvgymError as error:
-            return web.json_response({"error": str(error)}, status=404)
+        content, media_type = await asyncio.to_thread(self._answers.image, request.query.get("q", ""))
         return web.Response(body=content, content_type=media_type)
 
     @web.middleware
@@ -192,6 +186,8 @@ class ViewServer:
             response = await handler(request) if refusal is None else _error(refusal, 403)
         except web.HTTPException as error:
             response = _error(error.reason, error.status)
+        except EnvgymError as error:
+            response = _error(str(error), 404)
         except Exception:  # a malformed host, cookie or request
             response = _error("this request cannot be read", 400)
         response.headers.update(HEADERS)
