@@ -97,6 +97,15 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
             raise failure_of(error) from None
 
 
+def json_object(content: bytes | str) -> dict[str, Any] | None:
+    """The JSON object in an answer or a message; None for any other content."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 async def read_content(answer: aiohttp.ClientResponse) -> bytes:
     """The decompressed body of an answer. Raises `NoAnswer` for one of more than `MAX_ANSWER` bytes."""
     content = bytearray()

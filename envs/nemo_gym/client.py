@@ -10,7 +10,7 @@ from urllib.parse import quote
 import yaml
 
 from envgym.errors import ConfigError, InvalidOutcome, did_you_mean
-from envgym.net.client import HttpClient, NoAnswer, exchange
+from envgym.net.client import HttpClient, NoAnswer, exchange, json_object
 
 from .protocol import ROUTES, FlowName, address_of, servers, url_of
 
@@ -81,11 +81,7 @@ async def post_json(http: HttpClient, url: str, body: Any, *, kind: str, seconds
 
 def _object(text: str, url: str, kind: str) -> dict[str, Any]:
     """The JSON object in a text. Raises `InvalidOutcome` of this kind for anything else."""
-    try:
-        answer = json.loads(text)
-    except (ValueError, RecursionError):
-        answer = None
-    if not isinstance(answer, dict):
+    if (answer := json_object(text)) is None:
         raise InvalidOutcome(kind, f"{url} answers no JSON object: {text[:80]!r}")
     return answer
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from envgym.errors import printable_line
-from envgym.net.client import HttpClient, NoAnswer, exchange
+from envgym.net.client import HttpClient, NoAnswer, exchange, json_object
 from envgym.net.retries import pauses
 from envgym.processes.cancellation import pause_timeouts, start_task
 from envgym.remote.transport import RemoteError
@@ -155,9 +155,8 @@ class OpenEnvServer:
             status, _, data = await exchange(self.http, method, self.url + path, content, seconds=CALL_SECONDS)
         except NoAnswer as failure:
             raise RemoteError("connection", f"{self.url} {failure}") from None
-        with contextlib.suppress(ValueError, RecursionError):
-            if status < 400 and isinstance(answer := json.loads(data), dict):
-                return answer
+        if status < 400 and (answer := json_object(data)) is not None:
+            return answer
         if status in (404, 405) and body is not None:
             return {"error": {"code": NO_METHOD}}
         hint = "its log says why" if status >= 500 else "is it an OpenEnv server?"
@@ -235,10 +234,7 @@ class Session:
         if answer.type is not aiohttp.WSMsgType.TEXT:
             return None
         self._next = asyncio.create_task(self._socket.receive())
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(content := json.loads(answer.data), dict):
-                return content
-        return {}
+        return json_object(answer.data) or {}
 
     async def detach(self) -> None:
         """Close the socket, not the session."""

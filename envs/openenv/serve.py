@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from envgym.env import CheckedEnv, EnvSpec
 from envgym.errors import ConfigError, EnvgymError, did_you_mean
+from envgym.net.client import json_object
 from envgym.net.listening import NEEDS_TOKENS, is_loopback, listen, stop_signals, url_of
 from envgym.net.problems import Problem
 from envgym.net.server import MAX_BODY, Connections, authenticate, read_json, serve_requests
@@ -269,7 +270,7 @@ class EnvServer:
         if (request.method, request.path) != ("POST", "/mcp"):
             raise Problem(404, "not-found", f"there is no {request.method} {request.path} here")
         body = await read_json(request, MAX_BODY, BODY_SECONDS)
-        return web.json_response(await self._answer_rpc(parse(body.decode("utf-8", "replace")), client))
+        return web.json_response(await self._answer_rpc(json_object(body.decode("utf-8", "replace")) or {}, client))
 
     async def _open(self, client: ServerClient) -> ServedSession:
         """A new session, after unused ones have ended. Raises `MessageError` if server, environment or client
@@ -327,7 +328,7 @@ class EnvServer:
                 raise MessageError("SESSION_ERROR", f"Session {id} already has an attached WebSocket")
             session, attached.is_attached = attached, True
             async for message in socket:
-                if (answer := await self._answer_message(session, parse(message.data))) is None:
+                if (answer := await self._answer_message(session, json_object(message.data) or {})) is None:
                     break
                 await socket.send_str(json.dumps(answer))
         except MessageError as error:
@@ -344,9 +345,9 @@ class EnvServer:
         await socket.close()
         return socket
 
-    async def _answer_message(self, session: ServedSession, message: Any) -> Answer | None:
+    async def _answer_message(self, session: ServedSession, message: Answer) -> Answer | None:
         """The answer to a message; None to `close`."""
-        kind, data = (message.get("type"), message.get("data")) if isinstance(message, Mapping) else (None, None)
+        kind, data = message.get("type"), message.get("data")
         try:
             match kind:
                 case "close":
@@ -361,9 +362,8 @@ class EnvServer:
         except MessageError as error:
             return {"type": "error", "data": error.data}
 
-    async def _answer_rpc(self, body: Any, client: ServerClient) -> Answer:
+    async def _answer_rpc(self, request: Answer, client: ServerClient) -> Answer:
         """The answer to a JSON-RPC request."""
-        request = body if isinstance(body, Mapping) else {}
         head = {"jsonrpc": "2.0", "id": request.get("id")}
         try:
             return {**head, "result": await self._carry_out(request.get("method"), request.get("params"), client)}
@@ -393,11 +393,3 @@ class EnvServer:
             raise MessageError("VALIDATION_ERROR", observation["error"]["message"])
         result: Answer = observation["result"]
         return result
-
-
-def parse(text: Any) -> Any:
-    """The JSON value; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, TypeError, RecursionError):
-        return None
