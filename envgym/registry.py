@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -187,6 +188,17 @@ def spec_from_json(text: str) -> EnvSpec:
 
 
 EnvSpec.from_json = spec_from_json
+
+
+def write_description(spec: EnvSpec, folder: Path, parent: str = "") -> None:
+    """Write the description of an environment into a folder, as `environment.json`. An environment in a file has that
+    beside it: the description names the file, after `parent`."""
+    description = json.loads(spec.to_json())
+    if is_file_target(spec.id):
+        file, target = split_target(spec.id)
+        shutil.copy(file, folder)
+        description["id"] = f"{parent}{Path(file).name}:{target}".removesuffix(":")
+    (folder / "environment.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def load_component(kind: Literal["learner", "agent"], name: str) -> type:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -34,9 +33,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     parser.add_argument("question", metavar="QUESTION", help="the question; - reads it from standard input")
     parser.add_argument("--model", **MODEL)
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, such as a run's config.yaml")
-    # Settings may come before the question.
-    is_setting = re.compile(r"[a-z_][\w.+-]+=").match
-    options, words = parser.parse_with_words(sorted(arguments, key=lambda word: bool(is_setting(word))))
+    options, words = parser.parse_words_anywhere(arguments)
     if "model" not in cli_settings(options, words):
         raise ConfigError("envgym ask needs --model. See: envgym ask --help")
     with reported_as(ConfigError, "the question is not text in UTF-8", cause=UnicodeError):

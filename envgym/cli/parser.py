@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -64,6 +65,11 @@ class Parser(argparse.ArgumentParser):
             if "=" not in word:
                 self.error(f"{word!r} is neither an option nor a key=value setting")
         return options, words
+
+    def parse_words_anywhere(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """`parse_with_words`, also for settings before a word that is no option's."""
+        is_setting = re.compile(r"[a-z_][\w.+-]+=").match
+        return self.parse_with_words(sorted(arguments, key=lambda word: bool(is_setting(word))))
 
     def parse_without_words(self, arguments: Sequence[str], why: str) -> argparse.Namespace:
         """The options of a command that takes no settings but `debug=true`; `why` is in the error message."""

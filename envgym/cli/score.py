@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,9 +34,7 @@ def main(arguments: Sequence[str], invocation: Invocation) -> int:
     for name in ("prompt", "reference", "completion"):
         parser.add_argument(f"--{name}", metavar="FIELD", help=f"field of the {name} in rows of generations")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE, also one of other settings")
-    # Settings may come before FILE.
-    is_setting = re.compile(r"[a-z_][\w.+-]*=").match
-    options, words = parser.parse_with_words(sorted(arguments, key=lambda word: bool(is_setting(word))))
+    options, words = parser.parse_words_anywhere(arguments)
     source = options.source
 
     from envgym.config.words import component_mapping

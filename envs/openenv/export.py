@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 from envgym.env import EnvSpec
-from envgym.loading import is_file_target, split_target
+from envgym.registry import write_description
 
 PROJECT = Path(__file__).with_name("project")
 FILES = ("openenv.yaml", "server/app.py", "Dockerfile", "README.md")
@@ -17,14 +15,9 @@ FILES = ("openenv.yaml", "server/app.py", "Dockerfile", "README.md")
 def export(name: str, spec: EnvSpec, folder: Path) -> str:
     """Write `openenv.yaml`, an app that serves the environment, a Dockerfile and a README into an empty folder, and the
     environment's description beside them, with its file if it is in one. Return the command to run next."""
-    description = json.loads(spec.to_json())
     for file in FILES:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         text = (PROJECT / file).read_text(encoding="utf-8")
         (folder / file).write_text(text.replace("NAME", name), encoding="utf-8")
-    if is_file_target(spec.id):
-        file, target = split_target(spec.id)
-        shutil.copy(file, folder)
-        description["id"] = f"{Path(file).name}:{target}".removesuffix(":")
-    (folder / "environment.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    write_description(spec, folder)
     return f"python {folder}/server/app.py --port 8000"

@@ -6,14 +6,12 @@ does not take.
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from pathlib import Path
 
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError
-from envgym.loading import is_file_target, split_target
+from envgym.registry import write_description
 
 PROJECT = Path(__file__).with_name("project")
 
@@ -27,16 +25,11 @@ def export(name: str, spec: EnvSpec, folder: Path) -> str:
     if spec.agent not in ("single_turn", "multi_turn", "tool_calling"):
         raise ConfigError(f"environment {spec.id} is not played step by step, but by the agent {spec.agent}")
     module = "envgym_" + re.sub(r"\W", "_", name).lower()
-    description = json.loads(spec.to_json())
     (folder / module).mkdir()
-    if is_file_target(spec.id):
-        file, target = split_target(spec.id)
-        shutil.copy(file, folder / module)
-        description["id"] = f"@FOLDER@/{Path(file).name}:{target}".removesuffix(":")
+    write_description(spec, folder / module, "@FOLDER@/")
     for file in ("environment.py", "pyproject.toml", "README.md"):
         text = (PROJECT / file).read_text(encoding="utf-8").replace("MODULE", module).replace("NAME", name)
         path = folder / module / "__init__.py" if file.endswith(".py") else folder / file
         path.write_text(text, encoding="utf-8")
-    (folder / module / "environment.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     command = f"vf-eval {module} -n 4 -m MODEL --no-push --client.type eval --client.base-url URL"
     return f"pip install ENVGYM {folder}\n  {command}"
