@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from envgym.agent import OutOfBudget, Sampler
 from envgym.agents.token_level import extend
@@ -40,6 +40,23 @@ class PolicyAnswer(NamedTuple):
     stop: str | None
 
 
+class Answering(Protocol):
+    """A session's answers to a program's requests."""
+
+    error: Exception | None = None
+    """The error of the last request that failed (the engine broke, say); None after a later success."""
+    refusal: str = ""
+    """The reason of the last rejected request."""
+    missing_calls: int | None = None
+    """Number of turns without a tool call for which the program required one; None if it never did."""
+
+    async def answer(
+        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
+    ) -> PolicyAnswer: ...
+
+    def count(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> int: ...
+
+
 class ConversationBranch:
     """One growing conversation: a request continues it by repeating and extending it."""
 
@@ -69,14 +86,8 @@ class ConversationBranch:
         return any(message is not None and _is_repeated(sent, message) for message in recorded)
 
 
-class Conversation:
-    """An episode's requests, in branches. Sub-agents, rewritten histories and parallel calls form separate branches.
-
-    limit          the limit that the policy has reached (`context`, `tokens`, `template`), if any
-    error          the error of the last request that failed (the engine broke, say); None after a later success
-    refusal        the reason of the last rejected request
-    missing_calls  number of turns without a tool call for which the program required one; None if it never did
-    """
+class Conversation(Answering):
+    """An episode's requests, in branches. Sub-agents, rewritten histories and parallel calls form separate branches."""
 
     def __init__(
         self, renderer: Renderer, sampler: Sampler, sampling: Mapping[str, Any] | None, max_tokens: int | None,
@@ -84,9 +95,7 @@ class Conversation:
     ) -> None:  # fmt: skip
         """`spec` reads the requests' images to the end and stores them."""
         self.limit: Limit | None = None
-        self.error: Exception | None = None
-        self.refusal = ""
-        self.missing_calls: int | None = None
+        """The limit that the policy has reached (`context`, `tokens`, `template`), if any."""
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
         self._spec = spec

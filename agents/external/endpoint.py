@@ -7,12 +7,12 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -22,10 +22,9 @@ from envgym.errors import ConfigError, EnvgymError, InvalidOutcome
 from envgym.net.listening import is_loopback, listen
 from envgym.net.problems import Problem
 from envgym.net.server import MAX_BODY, authenticate, serve_requests
-from envgym.types import Message, ToolSpec
 
 from .chat_api import CompletionRequest, PolicyRequest, Refusal
-from .conversation import PolicyAnswer
+from .conversation import Answering, PolicyAnswer
 from .messages_api import MessagesRequest
 from .responses_api import ResponsesRequest
 
@@ -40,20 +39,6 @@ TICKET = "envgym_session"
 """Key in a request's `metadata` that identifies the session of a program without its own URL."""
 SESSION_HEADER = "X-Envgym-Session"
 """Header with a session's ticket, for programs that send a key of their own in `Authorization`."""
-
-
-class Answering(Protocol):
-    """A session's answers to requests, such as a `Conversation`, whose attributes these are."""
-
-    error: Exception | None
-    refusal: str
-    missing_calls: int | None
-
-    async def answer(
-        self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
-    ) -> PolicyAnswer: ...
-
-    def count(self, messages: Sequence[Message], tools: tuple[ToolSpec, ...]) -> int: ...
 
 
 @dataclass(slots=True)

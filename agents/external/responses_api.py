@@ -230,12 +230,8 @@ def response(output: Sequence[Item], *, truncated: bool = False, **fields: Any) 
     }
 
 
-def events_of(finished: Item) -> Iterator[Item]:
-    """A `Response` as the events of a stream, numbered. Each text and each call is one delta."""
-    return ({**event, "sequence_number": number} for number, event in enumerate(_events_of(finished)))
-
-
-def _events_of(finished: Item) -> Iterator[Item]:
+def _events(finished: Item) -> Iterator[Item]:
+    """A `Response` as the events of a stream. Each text and each call is one delta."""
     created = {**finished, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield {"type": "response.created", "response": created}
     yield {"type": "response.in_progress", "response": created}
@@ -305,4 +301,6 @@ class ResponsesRequest(PolicyRequest):
         echoed = {name: self.body[name] for name in ECHOED if self.body.get(name) is not None}
         echoed |= {"model": str(self.body.get("model") or "policy"), "tools": self.body.get("tools") or []}
         answer = response(items, truncated=truncated, usage=usage, **echoed)
-        return events_of(answer) if self.body.get("stream") else answer
+        if not self.body.get("stream"):
+            return answer
+        return ({**event, "sequence_number": number} for number, event in enumerate(_events(answer)))

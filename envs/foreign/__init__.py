@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from envgym.agents.external.conversation import PolicyAnswer
+from envgym.agents.external.conversation import Answering, PolicyAnswer
 from envgym.agents.external.endpoint import Endpoint
 from envgym.engine import Generation
 from envgym.env import Env, Info, StepResult
@@ -46,12 +46,8 @@ class ForeignConfig(DataEnvConfig):
     """Fraction of the tasks that is held out; 1: all. Unset: 0.1, or 0 if there is only one task."""
 
 
-class Requests:
+class Requests(Answering):
     """In place of an endpoint's `Conversation`: requests that wait for the environment's steps to answer them."""
-
-    error: Exception | None = None
-    refusal = ""
-    missing_calls: int | None = None
 
     def __init__(self) -> None:
         self.waiting: asyncio.Queue[tuple[Observation, asyncio.Future[Action]] | None] = asyncio.Queue()
