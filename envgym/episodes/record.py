@@ -205,15 +205,9 @@ class LearnedRow(NamedTuple):
 
 def learned_values(groups: Sequence[Group]) -> list[LearnedRow]:
     """The training values of all rows that have advantages and were trained on."""
-    rows = [
-        (episode.id, number, row)
-        for group in groups
-        for episode in group.episodes
-        for number, row in enumerate(episode.rows)
-    ]
     return [
         LearnedRow(
-            episode,
+            episode.id,
             number,
             row.arrays["advantages"],
             row.first_outputs,
@@ -221,7 +215,9 @@ def learned_values(groups: Sequence[Group]) -> list[LearnedRow]:
             row.old_logprobs,
             row.entropies,
         )
-        for episode, number, row in rows
+        for group in groups
+        for episode in group.episodes
+        for number, row in enumerate(episode.rows)
         if row.last_outputs is not None and "advantages" in row.arrays
     ]
 

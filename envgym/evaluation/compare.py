@@ -13,6 +13,7 @@ from envgym.errors import RunError
 from envgym.types import Episode
 
 from .paired import POWER, Paired, paired_difference, sign_flip
+from .result import cluster_of
 from .statistics import Mean, cluster_sums, suite_mean, t_quantile
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def compare(a: JobFolder, b: JobFolder) -> Comparison:
             [e for e in side if e.purpose == purpose] for side, purpose in zip(episodes, (name, name_b), strict=True)
         ]
         scores_a, scores_b = map(_scores, sides)
-        clusters = _clusters([*sides[0], *sides[1]], env_a["cluster"])
+        clusters = {_key(e): cluster_of(e.task, env_a["cluster"]) for e in (*sides[0], *sides[1])}
         paired = paired_difference(scores_a, scores_b, clusters=clusters)
         if not paired.n:
             reason = "with another seed or other tasks the problems differ"
@@ -199,13 +200,6 @@ def _scores(episodes: Sequence[Episode]) -> dict[str, list[float]]:
 def _has_only_rewards(episodes: Sequence[Episode]) -> bool:
     finished = [episode for episode in episodes if episode.is_counted]
     return not _scores(finished) and any(episode.reward is not None for episode in finished)
-
-
-def _clusters(episodes: Sequence[Episode], name: str | None) -> dict[str, str]:
-    """The cluster of each problem: its task or, with `name`, the value of that field of the task."""
-    if name is None:
-        return {_key(episode): episode.task.key for episode in episodes}
-    return {_key(episode): str(episode.task.fields.get(name, episode.task.key)) for episode in episodes}
 
 
 def _key(episode: Episode) -> str:

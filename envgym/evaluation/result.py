@@ -9,7 +9,7 @@ from typing import Any
 
 from envgym.env import EnvSpec
 from envgym.monitoring.metrics import percentile
-from envgym.types import Episode, Group, Status
+from envgym.types import Episode, Group, Status, Task
 
 from .statistics import (
     Mean,
@@ -132,10 +132,13 @@ def _values_by_group(groups: Sequence[Group], field: str) -> dict[str, list[floa
 
 
 def _clusters(groups: Sequence[Group], field: str | None) -> dict[str, str]:
-    """The cluster of each group: its task, which may have several groups, or the value of the task's `field`."""
-    if field is None:
-        return {group.id: group.task.key for group in groups}
-    return {group.id: str(group.task.fields.get(field, group.task.key)) for group in groups}
+    """The cluster of each group. A task may have several groups."""
+    return {group.id: cluster_of(group.task, field) for group in groups}
+
+
+def cluster_of(task: Task, field: str | None) -> str:
+    """The cluster of a task: its key or, with `field`, the value of that field of it."""
+    return task.key if field is None else str(task.fields.get(field, task.key))
 
 
 def _metrics_at_k(groups: Sequence[Group], scores: Values, successes: Values) -> dict[str, dict[str, float]]:

@@ -212,29 +212,28 @@ async def _started_parts(
     also if the episodes in `folder` are of other tasks, code or weights.
     """
     parts, config, stage = folder.parts, folder.config, folder.config.stages[-1]
-    specs = {spec.to_json(): spec for spec in (part.stage.make_spec() for part in parts)}  # equal ones are one
-    for spec in specs.values():
+    specs: dict[EnvSpec, EnvSpec] = {}  # equal ones are one
+    spec_of = [specs.setdefault(spec, spec) for spec in (part.stage.make_spec() for part in parts)]
+    for spec in specs:
         spec.store_images(folder.images)
     async with AsyncExitStack() as stack:
         runtime = await stack.enter_async_context(open_runtime(config, RunFolder(folder.path)))
         if isinstance(source, Script):
-            source.prepare(*specs.values())
+            source.prepare(*specs)
         else:
-            runtime = placed_runtime(stage, list(specs.values()), runtime, trains=False)
-        contexts: dict[str, StageContext] = {}
+            runtime = placed_runtime(stage, list(specs), runtime, trains=False)
+        contexts: dict[EnvSpec, StageContext] = {}
         with_tasks = []
-        for part in parts:
-            key = part.stage.make_spec().to_json()
-            spec = specs[key]
-            if key not in contexts:
+        for part, spec in zip(parts, spec_of, strict=True):
+            if spec not in contexts:
                 display.phase(f"setting up {part.stage.env.name}")
-                contexts[key] = await stack.enter_async_context(stage_context_in(part.config, runtime, spec))
+                contexts[spec] = await stack.enter_async_context(stage_context_in(part.config, runtime, spec))
             tasks = source.tasks if isinstance(source, Script) else await part.tasks(spec)
             folder.check_tasks(part.name, tasks, spec)
             with_tasks.append((part, spec, tasks))
         if isinstance(source, Script):
             await start_environment_services(list(contexts.values()), display)
-            [spec] = specs.values()
+            [spec] = specs
             runner = Runner(spec, source.agent, None, stage.rollout, **attempt_settings(config, None))
             yield [PartRun(parts[0], source.tasks, runner, folder, display)]
             return
@@ -252,8 +251,7 @@ async def _started_parts(
         engine, length = await start_sampling(config, stage, list(contexts.values()), agents[0], model, display)
         runs = []
         for (part, spec, tasks), agent in zip(with_tasks, agents, strict=True):
-            context = next(context for context in contexts.values() if context.spec is spec)
-            shards = make_shards(part.config, part.stage, context, agent, model, engine, length, display)
+            shards = make_shards(part.config, part.stage, contexts[spec], agent, model, engine, length, display)
             settings = attempt_settings(part.config, length)
             runner = Runner(spec, agent, engine, part.stage.rollout, **settings, attempts=shards)
             runs.append(PartRun(part, tasks, runner, folder, display))

@@ -126,9 +126,10 @@ class Code(DataEnvSpec):
 
     def cases(self, task: Task) -> list[Case]:
         """The tests of a task. Raises `DataError` if it has none, or unreadable ones."""
-        tests = task.fields.get(self.config.tests) if self.config.tests else _usual_tests(task)
+        names = (self.config.tests,) if self.config.tests else TESTS_FIELDS
+        tests = next((task.fields[name] for name in names if task.fields.get(name)), None)
         if tests is None:
-            fields = self.config.tests or ", ".join(TESTS_FIELDS)
+            fields = ", ".join(names)
             raise DataError(f"task {task.key} has no tests in {fields}: say where they are with env.tests=FIELD")
         try:
             return read_cases(tests, str(task.fields.get("entry_point") or ""))
@@ -153,10 +154,6 @@ class Code(DataEnvSpec):
             program = code if _defines(code, task) else _beginning(task) + code
             code = f"```python\n{program.strip()}\n```"
         return code
-
-
-def _usual_tests(task: Task) -> Any:
-    return next((task.fields[name] for name in TESTS_FIELDS if task.fields.get(name)), None)
 
 
 def program_of(task: Task, code: str) -> str:

@@ -253,8 +253,7 @@ class Local(BaseEnvironment):  # type: ignore[misc]
         async with self._transfer(shlex.join(["mkdir", "-p", *self._image.folders]), "/"):
             pass
         for source, path in self._image.copies:
-            target = PurePosixPath(path)
-            await self._upload({target.name: source.resolve()}, str(target.parent))
+            await self.upload_file(source, path)
         await self._upload_environment_dir_after_start()
 
     def _make_folder(self) -> str:
