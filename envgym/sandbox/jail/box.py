@@ -24,7 +24,7 @@ import socket
 from typing import Any, NoReturn
 
 from . import linux, seccomp
-from .namespaces import ROOT, become_nobody, leave_host_namespaces, show
+from .namespaces import ROOT, enter_root, leave_host_namespaces, show
 from .program import NOBODY, reset_signals
 from .supervisor import offer_to_the_out_of_memory_killer
 
@@ -80,13 +80,7 @@ def _become_init(way: str, folders: dict[str, str]) -> None:
     linux.unshare(linux.CLONE_NEWNS, "mount namespaces")
     proc = os.open("/proc", os.O_PATH)
     _build(folders)
-    linux.pivot_into(ROOT)
-    linux.make_read_only("/", devices=True, recursive=False)
-    become_nobody(way, proc, 0)
-    linux.drop_capabilities()
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody looks into this process
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    reset_signals()  # process 1 is immune to signals from within, unless it handles them
+    enter_root(way, proc, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
     seccomp.install(namespaces=True, box=True)

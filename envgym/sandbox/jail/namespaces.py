@@ -63,15 +63,9 @@ def become_init(way: str, program: Program, host: HostPaths, streams: Streams) -
     linux.unshare(linux.CLONE_NEWNS, "mount namespaces")
     proc = os.open("/proc", os.O_PATH)
     _build(program, host)
-    linux.pivot_into(ROOT)
-    linux.make_read_only("/", devices=True, recursive=False)
-    stdin = os.open("/dev/stdin", os.O_RDONLY)
+    stdin = os.open(f"{ROOT}/dev/stdin", os.O_RDONLY)
+    enter_root(way, proc)
     os.chdir(_HOME)
-    become_nobody(way, proc)
-    linux.drop_capabilities()
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody looks into this process
-    reset_signals()  # process 1 is immune to signals from within, unless it handles them
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     poll = select.poll()
     poll.register(streams.status, 0)
     if poll.poll(0):
@@ -150,12 +144,14 @@ def show(source: str, target: str = "", *, devices: bool = False, writable: bool
         linux.make_read_only(place, devices=devices)
 
 
-def become_nobody(way: str, proc: int, number: int = NOBODY) -> None:
-    """Enter a user namespace of the program's own, whose only user is nobody, without rights over anything here. In
-    it that user has `number`. `proc` is an open `/proc`, which is closed.
+def enter_root(way: str, proc: int, number: int = NOBODY) -> None:
+    """Make `ROOT` this process's root, and give up all rights, in a user namespace of its own, whose only user is
+    nobody. In it that user has `number`. `proc` is an open `/proc`, which is closed.
 
     The kernel counts its processes apart from those of all others, so that a limit on them is the program's own.
     """
+    linux.pivot_into(ROOT)
+    linux.make_read_only("/", devices=True, recursive=False)
     if way == "root":
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -164,6 +160,10 @@ def become_nobody(way: str, proc: int, number: int = NOBODY) -> None:
     linux.unshare(linux.CLONE_NEWUSER, "a second user namespace")
     _map_users(proc, NOBODY, NOBODY, number)
     os.close(proc)
+    linux.drop_capabilities()
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody looks into this process
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    reset_signals()  # process 1 is immune to signals from within, unless it handles them
 
 
 def _map_users(proc: int, user: int, group: int, number: int = NOBODY) -> None:
