@@ -117,12 +117,10 @@ class Listing:
 
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
-        needle, matches = text.casefold(), []
-        for index in range(len(self)):
-            record = self.record(index)
-            if needle in json.dumps([record["messages"], record["task"]], ensure_ascii=False).casefold():
-                matches.append(index)
-        return matches
+        records = map(self.record, range(len(self)))
+        texts = (json.dumps([record["messages"], record["task"]], ensure_ascii=False) for record in records)
+        needle = text.casefold()
+        return [index for index, content in enumerate(texts) if needle in content.casefold()]
 
     # -- Parquet: columns, and groups of a few rows ------------------------------------------------------------
 

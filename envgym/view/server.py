@@ -97,9 +97,9 @@ class Answers:
         held_out = self.sources.get(f"{source.id}/held_out")
         config, parent = source.config(), source.id.rpartition("/")[0]
         is_stage = bool(config) and not (source.path / "config.yaml").exists()
-        stages = [
-            name.removeprefix(f"{parent}/") for name in self.sources if is_stage and name.startswith(f"{parent}/")
-        ]
+        names = [name.removeprefix(f"{parent}/") for name in self.sources if name.startswith(f"{parent}/")]
+        number = stage_number(source.path.name)
+        is_last = not is_stage or number == max(map(stage_number, names), default=number)
         return {
             "id": source.id,
             "kind": source.kind,
@@ -108,9 +108,7 @@ class Answers:
             "steps": sorted(source.files()),
             "evaluated": sorted(held_out.files()) if held_out else [],
             "run": parent if is_stage else source.id,
-            "replays": source.kind == "run"
-            and stage_number(source.path.name)
-            == max(map(stage_number, stages), default=stage_number(source.path.name)),
+            "replays": source.kind == "run" and is_last,
             "settings": stage_settings(config, source.path.name),
             "changed": changed_settings(config, source.path.name) if source.kind == "run" else None,
             "alarms": source.alarms(),

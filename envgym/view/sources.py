@@ -183,7 +183,7 @@ class Source:
             step, alarms = record["step"], alarms + len(_list_value(record, "alarms"))
             for key in curves.keys() & record.keys():
                 curves[key].append(record[key])
-        curve = next((key for key in CURVE if curves[key]), None)
+        curve = next((curves[key] for key in CURVE if curves[key]), [])
         evals = summary.get("eval") or {}
         ends = {moment: (evals.get(moment) or {}).get("score") for moment in ("before", "after")}
         settings: dict[str, Any] = {}
@@ -199,8 +199,7 @@ class Source:
             "started": started,
             "seconds": (summary.get("seconds") or {}).get("total", so_far),
             "steps": step,
-            "curve": curves[curve][-SHOWN:] if curve else [],
-            "of": curve,
+            "curve": curve[-SHOWN:],
             "alarms": alarms,
         }
 
