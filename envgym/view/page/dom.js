@@ -116,6 +116,17 @@ export function section(title, content) {
   return h("section", { class: "part" }, h("h2", null, title), content);
 }
 
+/** A table. @param {any[]} headings @param {any[][]} rows @returns {HTMLElement} */
+export function table(headings, rows) {
+  const head = h("thead", null, h("tr", null, headings.map((heading) => h("th", null, heading))));
+  return h("div", { class: "wide" }, h("table", { class: "settings" }, head, h("tbody", null, rows.map((row) => h("tr", null, row.map((cell) => h("td", null, cell)))))));
+}
+
+/** Which of two values of a column comes first, for a `sign` of 1 the smaller; null comes last. @param {any} a @param {any} b @param {number} sign @returns {number} */
+export function ordered(a, b, sign) {
+  return a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -sign : sign;
+}
+
 /** A command with a button that copies it. @param {string} text @returns {HTMLElement} */
 export function commandLine(text) {
   return h("div", { class: "command" }, h("code", null, text), h("button", { type: "button", "aria-label": `Copy ${text}`, onclick: () => copy(text, "the command is copied") }, "Copy"));

@@ -1,22 +1,19 @@
 // One episode, as a conversation or as tokens; the episodes of its group next to each other.
 import { ask, isExport, listOf } from "./api.js";
-import { commandLine, copy, ending, fact, h, link, num, passOf, plain, quoted, stateOf } from "./dom.js";
+import { commandLine, copy, ending, fact, h, link, num, passOf, plain, quoted, stateOf, table } from "./dom.js";
 import { strip } from "./lanes.js";
 import { walk } from "./list.js";
 
 export const COLORS = /** @type {[string, string][]} */ ([["role", "role"], ["weight", "loss weight"], ["logprob", "log-probability"], ["difference", "engine − trainer"],
   ["ratio", "ratio"], ["advantage", "advantage"], ["entropy", "entropy"], ["version", "policy version"]]);
 
+const FIELDS = /** @type {Record<string, string>} */ ({ weight: "weights", logprob: "logprobs", ratio: "ratios", advantage: "advantages", entropy: "entropies", version: "versions" });
+
 /** @param {any} row @param {number} n @param {string} mode @returns {number | null} */
 function numberOf(row, n, mode) {
-  const value = (/** @type {string} */ name) => (row[name] ? row[name][n] : null);
-  if (mode === "logprob") return value("logprobs");
-  if (mode === "difference") return value("trained") === null || value("trained") === undefined ? null : value("logprobs") - value("trained");
-  if (mode === "ratio") return value("ratios") ?? null;
-  if (mode === "advantage") return value("advantages") ?? null;
-  if (mode === "weight") return value("weights");
-  if (mode === "entropy") return value("entropies") ?? null;
-  return value("versions");
+  const value = (/** @type {string} */ name) => row[name]?.[n] ?? null;
+  if (mode === "difference") return value("trained") === null ? null : value("logprobs") - value("trained");
+  return value(FIELDS[mode]);
 }
 
 /** The hue and the strength in [0, 1] of a number's tint. @param {number | null} value @param {string} mode @param {number} scale @returns {[string, number]} */
@@ -205,13 +202,17 @@ function tree(id, step, members, indices) {
   return members.some((member) => member?.parent) ? h("nav", { "aria-label": "Branches" }, children("")) : "";
 }
 
+/** The heading of an episode's page, and its prompt. @param {any} record @param {string} id @returns {HTMLElement[]} */
+function promptOf(record, id) {
+  const end = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
+  return [h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(end, 0)).map((/** @type {any} */ message) => turn(message, undefined, id)))];
+}
+
 /** The episodes of a group next to each other. @param {HTMLElement} main @param {string} id @param {number} step @param {number} index @returns {Promise<void>} */
 export async function group(main, id, step, index) {
   const record = await ask("episode", id, step, index);
   const members = await Promise.all(record.siblings.slice(0, 64).map((/** @type {number} */ n) => ask("episode", id, step, n).catch(() => null)));
-  const prompt = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
-  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined, id))),
-    tree(id, step, members, record.siblings), sideBySide(id, members.map((member, n) => [member, step, record.siblings[n], `member ${member?.member}`])));
+  main.replaceChildren(...promptOf(record, id), tree(id, step, members, record.siblings), sideBySide(id, members.map((member, n) => [member, step, record.siblings[n], `member ${member?.member}`])));
 }
 
 /** Episodes next to each other, with what differs in their first answers. @param {string} id @param {[any, number, number, string][]} members @returns {HTMLElement} */
@@ -232,9 +233,7 @@ export async function task(main, id, step, index) {
   const [record, history] = await Promise.all([ask("episode", id, step, index), ask("history", id, step, index)]);
   const pass = passOf(record.group), lines = history.filter((/** @type {any} */ line) => passOf(line.group) === pass), other = history.findLast((/** @type {any} */ line) => passOf(line.group) !== pass);
   const ends = await Promise.all([lines[0], lines.at(-1)].map(async (line) => [await ask("episode", id, line.step, line.index), line.step, line.index, `step ${line.step}`]));
-  const prompt = record.messages.findIndex((/** @type {any} */ message) => message.role === "assistant");
-  main.replaceChildren(h("h1", { class: "task" }, plain(record.task.id, 200)), h("div", { class: "talk" }, record.messages.slice(0, Math.max(prompt, 0)).map((/** @type {any} */ message) => turn(message, undefined, id))),
+  main.replaceChildren(...promptOf(record, id),
     h("p", null, pass ? ["pass ", h("b", null, pass), other ? [" (", h("a", { href: link("task", id, other.step, other.index) }, `see ${passOf(other.group)}`), ")"] : "", " · "] : "", "wanted ", h("b", null, lines[0].beginning[2] || "–")), sideBySide(id, /** @type {any} */ (ends)),
-    h("div", { class: "wide" }, h("table", { class: "settings" }, h("thead", null, h("tr", null, ["step", "reward", "score", "answered", "completion"].map((heading) => h("th", null, heading)))),
-      h("tbody", null, lines.map((/** @type {any} */ line) => h("tr", null, h("td", null, h("a", { href: link("episode", id, line.step, line.index) }, `step ${line.step}`)), h("td", null, num(line.reward)), h("td", null, num(line.score)), h("td", null, plain(line.beginning[3], 80)), h("td", null, plain(line.beginning[1], 200))))))));
+    table(["step", "reward", "score", "answered", "completion"], lines.map((/** @type {any} */ line) => [h("a", { href: link("episode", id, line.step, line.index) }, `step ${line.step}`), num(line.reward), num(line.score), plain(line.beginning[3], 80), plain(line.beginning[1], 200)])));
 }

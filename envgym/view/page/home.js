@@ -1,7 +1,7 @@
 // All runs, evaluations and files.
 import { ask, isExport } from "./api.js";
 import { spark } from "./charts.js";
-import { ago, h, lasting, link, num, plain } from "./dom.js";
+import { ago, h, lasting, link, num, ordered, plain } from "./dom.js";
 
 const HEADINGS = /** @type {[string, string, boolean][]} */ ([["id", "name", false], ["env", "environment", false], ["recipe", "recipe", false], ["model", "model", false], ["state", "state", false],
   ["steps", "steps", true], ["curve", "curve", false], ["judged", "held-out", true], ["started", "started", true], ["seconds", "duration", true], ["alarms", "alerts", true]]);
@@ -32,7 +32,7 @@ export async function home(main, query, remember) {
     const words = state.text.toLowerCase().split(/\s+/);
     const shown = entries.filter((entry) => isShown(entry) && words.every((word) => [entry.id, entry.kind, entry.env, entry.recipe, entry.model, entry.state].join(" ").toLowerCase().includes(word)));
     const sign = state.down ? -1 : 1, values = new Map(shown.map((entry) => [entry, sortValue(entry, state.sort)]));
-    if (state.sort) shown.sort((a, b) => { const [x, y] = [values.get(a), values.get(b)]; return x === y ? 0 : x === null ? 1 : y === null ? -1 : x < y ? -sign : sign; });
+    if (state.sort) shown.sort((a, b) => ordered(values.get(a), values.get(b), sign));
     head.replaceChildren(h("th", null, h("span", { class: "unseen" }, "choose")), ...HEADINGS.map(([name, title, isNumber]) => h("th", { class: isNumber ? "n" : null, "aria-sort": state.sort !== name ? "none" : state.down ? "descending" : "ascending" },
       name === "curve" ? title : h("button", { type: "button", onclick: () => { state.down = state.sort === name ? !state.down : isNumber; state.sort = name; save(); } }, `${title}${state.sort !== name ? "" : state.down ? " ↓" : " ↑"}`))));
     body.replaceChildren(...shown.map(row));

@@ -1,7 +1,7 @@
 // The list of a step's episodes, filtered and sorted.
 import { ask, isExport, listOf } from "./api.js";
 import { histogram } from "./charts.js";
-import { color, fact, h, lasting, link, notify, num, passOf, plain, scored, setting, stateOf } from "./dom.js";
+import { color, fact, h, lasting, link, notify, num, ordered, passOf, plain, scored, setting, stateOf } from "./dom.js";
 
 const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", false], ["reward", "reward", true], ["score", "score", true], ["status", "outcome", false],
   ["tokens", "tokens", true], ["turns", "turns", true], ["member", "member", true], ["surprise", "surprise", true], ["seconds", "seconds", true]]);
@@ -65,7 +65,7 @@ export async function list(main, id, step, query, remember) {
     const values = columns[state.sort];
     if (values) {
       const sign = state.down ? -1 : 1;
-      order.sort((a, b) => values[a] === values[b] ? a - b : values[a] === null ? 1 : values[b] === null ? -1 : values[a] < values[b] ? -sign : sign);
+      order.sort((a, b) => ordered(values[a], values[b], sign));
     }
     walk.key = `${id}|${step}`;
     walk.order = order;
@@ -129,14 +129,8 @@ export async function list(main, id, step, query, remember) {
       onclick: () => { state.down = state.sort === name ? !state.down : isNumber; state.sort = name; saveState(); drawHead(); arrange(); } }, title, state.sort === name ? (state.down ? " ↓" : " ↑") : "")));
   }
   function saveState() {
-    const next = query = new URLSearchParams();
-    if (state.sort) { next.set("sort", state.sort); if (state.down) next.set("down", "1"); }
-    if (state.status) next.set("status", state.status);
-    if (state.env) next.set("env", state.env);
-    if (state.pass) next.set("pass", state.pass);
-    if (state.task) next.set("task", state.task);
-    if (state.text) next.set("text", state.text);
-    if (state.range) { next.set("low", String(state.range[0])); next.set("high", String(state.range[1])); }
+    const { range, ...texts } = state, [low, high] = (range || []).map(String), down = state.sort && state.down ? "1" : "";
+    const next = query = new URLSearchParams(Object.entries({ ...texts, down, low, high }).filter(([, value]) => value));
     remember(next);
     for (const anchor of main.querySelectorAll("a[data-step]")) anchor.setAttribute("href", `${link("list", id, Number(anchor.getAttribute("data-step")))}?${next}`);
   }

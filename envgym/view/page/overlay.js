@@ -1,7 +1,7 @@
 // Several runs: their curves over each other, with one color per run, and the settings that differ.
 import { ask } from "./api.js";
 import { chart } from "./charts.js";
-import { h, link, num, plain, setting } from "./dom.js";
+import { h, link, num, plain, setting, table } from "./dom.js";
 import { INKS, sharedAxis } from "./plot.js";
 import { CURVES } from "./run.js";
 
@@ -18,7 +18,6 @@ export async function overlay(main, ids) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.info.settings)))].filter((key) => new Set(runs.map((run) => JSON.stringify(run.info.settings[key]))).size > 1);
   const name = (/** @type {any} */ run, /** @type {number} */ n) => h("a", { href: link("run", run.id), class: "line-value", vars: { "--line-ink": `var(${INKS[n % INKS.length]})` } }, h("i", { class: "swatch" }), plain(run.id, 200));
   main.replaceChildren(h("h1", null, `${num(runs.length)} runs`), h("div", { class: "legend" }, runs.map(name)), h("div", { class: "charts" }, charts.map(({ curves }) => curves.element)), h("h2", null, "Settings that differ"),
-    keys.length ? h("div", { class: "wide" }, h("table", { class: "settings" }, h("thead", null, h("tr", null, h("th", null, "setting"), runs.map((run, n) => h("th", null, name(run, n))))),
-      h("tbody", null, keys.map((key) => h("tr", null, h("td", null, plain(key, 200)), runs.map((run) => h("td", null, setting(run.info.settings[key])))))))) : h("p", null, "All settings are the same."));
+    keys.length ? table(["setting", ...runs.map(name)], keys.map((key) => [plain(key, 200), ...runs.map((run) => setting(run.info.settings[key]))])) : h("p", null, "All settings are the same."));
   charts.forEach(({ curves, records }) => curves.set(records));
 }

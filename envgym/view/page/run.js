@@ -1,7 +1,7 @@
 // A run: its curves, alerts and steps, updated while it is running.
 import { ask, isExport } from "./api.js";
 import { alarmText, chart } from "./charts.js";
-import { commandLine, fact, h, lasting, link, notify, num, plain, quoted, scored, section, setting } from "./dom.js";
+import { commandLine, fact, h, lasting, link, notify, num, plain, quoted, scored, section, setting, table } from "./dom.js";
 import { sharedAxis } from "./plot.js";
 
 export const CURVES = /** @type {[string, any[]][]} */ ([
@@ -27,9 +27,8 @@ function phaseSeconds(summary, records) {
 
 /** The settings of a run: those that differ from its recipe's, and all of them, folded. @param {any} info @returns {any[]} */
 function settingsOf(info) {
-  const table = (/** @type {string[]} */ headings, /** @type {any[][]} */ rows) => h("div", { class: "wide" }, h("table", { class: "settings" }, h("thead", null, h("tr", null, headings.map((heading) => h("th", null, heading)))), h("tbody", null, rows.map((row) => h("tr", null, row.map((value, n) => h("td", null, n ? setting(value) : plain(value, 200))))))));
-  const all = Object.entries(info.settings);
-  return [info.changed ? table(["differs from the recipe", "here", `in ${setting(info.settings.recipe)}`], info.changed.map((/** @type {any} */ [key, value, usual]) => [key, value, usual === null ? undefined : usual])) : "",
+  const all = Object.entries(info.settings).map(([key, value]) => [plain(key, 200), setting(value)]);
+  return [info.changed ? table(["differs from the recipe", "here", `in ${setting(info.settings.recipe)}`], info.changed.map((/** @type {any} */ [key, value, usual]) => [plain(key, 200), setting(value), setting(usual ?? undefined)])) : "",
     all.length ? h("details", null, h("summary", null, `all ${all.length} settings`), table(["setting", "value"], all)) : ""];
 }
 
