@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 
 from envgym.episodes.record import excerpt
 from envgym.errors import DataError
+from envgym.net.client import json_object
 from envgym.render.renderer import check_tokenizer
 
-from .reading import EPISODE, GROUP, LISTED, RECORD, ROW, Parquet, complete_lines, json_object, regular, unpacked_size
+from .reading import EPISODE, GROUP, LISTED, RECORD, ROW, Parquet, complete_lines, regular, unpacked_size
 from .sources import Source
 
 TEXTS = ("id", "key", "group", "env", "status", "reason")
@@ -324,7 +325,7 @@ def lanes(source: Source, step: int) -> dict[str, Any]:
     if (path := source.step_file("events", step)) is None:
         return events
     for _, _, line in complete_lines(path, RECORD):
-        event = json_object(line)  # empty for a line truncated by a kill
+        event = json_object(line) or {}  # empty for a line truncated by a kill
         if isinstance(event.get("phases"), list):
             events["phases"] += event["phases"]
         if isinstance(event.get("episode"), str) and isinstance(event.get("spans"), list):

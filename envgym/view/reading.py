@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -53,15 +52,6 @@ def regular(path: Path, roots: Iterable[Path], max_bytes: int | None = None) -> 
     if max_bytes is not None and path.stat().st_size > max_bytes:
         raise DataError(f"{path} is larger than {max_bytes >> 20} MiB: it is not read")
     return path
-
-
-def json_object(text: str | bytes) -> dict[str, Any]:
-    """The object of a JSON text; empty for any other text."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def complete_lines(path: Path, longest: int, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:

@@ -14,12 +14,13 @@ from envgym.disk import lock_holder
 from envgym.errors import ConfigError, DataError, EnvgymError
 from envgym.images import FOLDER, SUFFIXES, ImageFolder
 from envgym.monitoring.alarms import metric_and_sentence
+from envgym.net.client import json_object
 from envgym.run_folder import files_by_step
 from envgym.types.images import MAX_BYTES, read_image
 from envgym.yaml_files import read_yaml
 
 from . import reading
-from .reading import complete_lines, is_within, json_object, leads_out, regular
+from .reading import complete_lines, is_within, leads_out, regular
 from .settings import stage_settings
 
 CURVE = ("eval/score", "score/mean", "reward/mean", "loss")
@@ -92,7 +93,7 @@ class Source:
     def summary(self) -> dict[str, Any]:
         """`summary.json` of a run, `result.json` of an evaluation; empty before its end."""
         file = self.file("result.json" if self.kind == "evaluation" else "summary.json", reading.SUMMARY)
-        return {} if file is None else json_object(file.read_bytes())
+        return {} if file is None else json_object(file.read_bytes()) or {}
 
     def config(self) -> dict[str, Any]:
         """The settings, from `config.yaml`; empty for a file of episodes, and where there is none. Raises `DataError`
@@ -118,7 +119,7 @@ class Source:
         are no record (after a resume the offset may be within a line), and values other than numbers and lists."""
         if self.kind == "run" and (path := self.file("metrics.jsonl", reading.METRICS)) is not None:
             for _, end, line in complete_lines(path, reading.RECORD, offset):
-                record = json_object(line)
+                record = json_object(line) or {}
                 if isinstance(record.get("step"), int):
                     yield end, {name: value for name, value in record.items() if _is_plain(value)}
 
@@ -267,8 +268,7 @@ def _kind(path: Path) -> str | None:
 
 @lru_cache(256)
 def _read_config(file: Path, mtime_ns: int) -> dict[str, Any]:
-    settings: dict[str, Any] = read_yaml(file)
-    return settings
+    return read_yaml(file)
 
 
 def _list_value(record: dict[str, Any], key: str) -> list[Any]:
