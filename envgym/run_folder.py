@@ -306,6 +306,12 @@ def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:
     return [RunFolder(folder / f"{number}-{name}") for number, name in enumerate(names, 1)]
 
 
+def stage_number(folder: str) -> int:
+    """The number in the name of a stage's folder; 0 for any other name."""
+    number = folder.partition("-")[0][:9]
+    return int(number) if number.isascii() and number.isdecimal() else 0
+
+
 def policy_of_run(folder: Path) -> Path:
     """The model folder of a run, from its last training stage; `folder` itself if it is no run's."""
     if not (folder / "config.yaml").is_file():
@@ -336,9 +342,9 @@ def run_of_checkpoint(checkpoint: Path) -> tuple[Path, int] | None:
         return None
     if (stage / "config.yaml").is_file():
         return stage, 0
-    number = stage.name.partition("-")[0]
-    if number.isdecimal() and int(number) > 0 and (stage.parent / "config.yaml").is_file():
-        return stage.parent, int(number) - 1
+    number = stage_number(stage.name)
+    if number and (stage.parent / "config.yaml").is_file():
+        return stage.parent, number - 1
     return None
 
 

@@ -68,11 +68,11 @@ def _number(text: str) -> int:
 
 def _find(name: str, step: int | None, folder: str) -> tuple[Path, str]:
     """The file or folder of the episodes, and a label for it."""
-    from envgym.run_folder import files_by_step
+    from envgym.run_folder import files_by_step, stage_number
 
     path = find_path(name)
-    numbered = [stage for stage in path.glob("[0-9]*-*/") if stage.name.partition("-")[0].isdecimal()]
-    stages = [path, *sorted(numbered, key=lambda stage: int(stage.name.partition("-")[0]), reverse=True)]
+    numbered = [stage for stage in path.glob("*-*/") if stage_number(stage.name)]
+    stages = [path, *sorted(numbered, key=lambda stage: stage_number(stage.name), reverse=True)]
     files = next((steps for stage in stages if (steps := files_by_step(stage / folder, ".parquet"))), {})
     if files:
         step = max(files) if step is None else step

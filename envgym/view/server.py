@@ -18,9 +18,10 @@ from aiohttp.typedefs import Handler
 from envgym.errors import DataError, EnvgymError
 from envgym.net.listening import is_loopback, listen, stop_signals, url_of
 from envgym.net.server import serve_requests
+from envgym.run_folder import stage_number
 
 from .episodes import compare_episodes, episode_with_tokens, lanes, listing, task_history
-from .settings import changed_settings, stage_number, stage_settings
+from .settings import changed_settings, stage_settings
 from .sources import Source, find
 
 PAGE = Path(__file__).parent / "page"

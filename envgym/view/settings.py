@@ -10,6 +10,7 @@ from typing import Any
 from envgym.config.recipes import DEFAULT_MODEL, recipe_names
 from envgym.config.words import dotted_keys
 from envgym.errors import EnvgymError
+from envgym.run_folder import stage_number
 
 BASE = {"env": "recorded", "agent": "multi_turn"}
 """The environment of a recipe without one. A run's own may be a program in its folder, which looking must not start."""
@@ -26,12 +27,6 @@ def stage_settings(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
     stage = stages[number - 1 if 0 < number <= len(stages) > 1 else -1] if stages else {}
     settings = {key: value for key, value in config.items() if key != "stages"} | dict(stage)
     return {str(key): value for key, value in dotted_keys(settings) if key not in NAMES}
-
-
-def stage_number(folder: str) -> int:
-    """The number in the name of a stage's folder; 0 for any other name."""
-    number = folder.partition("-")[0][:9]
-    return int(number) if number.isascii() and number.isdecimal() else 0
 
 
 def changed_settings(config: Mapping[str, Any], folder: str) -> list[tuple[str, Any, Any]] | None:
