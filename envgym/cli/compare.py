@@ -88,11 +88,8 @@ def _p(value: float) -> str:
 def _flipped(flips: Sequence[Any]) -> list[str]:
     """A line on the tasks that flipped to done, and one on those that flipped back."""
     lines = []
-    for word, tasks in (
-        ("now done", [*dict.fromkeys(f.task for f in flips if f.b > f.a)]),
-        ("no longer done", [*dict.fromkeys(f.task for f in flips if f.b < f.a)]),
-    ):
-        if tasks:
+    for word, sign in (("now done", 1), ("no longer done", -1)):
+        if tasks := list(dict.fromkeys(flip.task for flip in flips if (flip.b - flip.a) * sign > 0)):
             ellipsis = f" and {len(tasks) - SHOWN_FLIPS} more" if len(tasks) > SHOWN_FLIPS else ""
             lines.append(f"{len(tasks)} {word}: {', '.join(tasks[:SHOWN_FLIPS])}{ellipsis}")
     return lines

@@ -124,7 +124,7 @@ class JobFolder:
     def check_tasks(self, purpose: str, tasks: Sequence[Task], spec: EnvSpec) -> None:
         """`discard` if the data or the environment changed since the saved episodes of `purpose` were run."""
         tasks_by_group = group_ids(purpose, tasks)
-        fingerprints: dict[int, dict[str, str]] = {}
+        fingerprint_of = functools.cache(lambda member: member.fingerprint())
         for episode in self.saved.values():
             if episode.purpose != purpose:
                 continue
@@ -132,9 +132,7 @@ class JobFolder:
             if task is None or episode.fingerprints.get("task") != task_hash(task):
                 return self.discard(f"are of other tasks (one was {episode.task.key})")
             member = spec.spec_for(task)
-            if id(member) not in fingerprints:
-                fingerprints[id(member)] = member.fingerprint()
-            if not fingerprints[id(member)].items() <= episode.fingerprints.items():
+            if not fingerprint_of(member).items() <= episode.fingerprints.items():
                 return self.discard(f"were run before the code or the settings of environment {member.id} changed")
         return None
 
