@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -96,11 +97,8 @@ async def head_config(head: str, http: HttpClient) -> Mapping[str, Any]:
     """
     status, text = await _get(f"{head.rstrip('/')}/global_config_dict_yaml", http)
     config: Any = None
-    if status == 200:
-        try:
-            config = yaml.safe_load(json.loads(text))
-        except (ValueError, AttributeError, RecursionError, yaml.YAMLError):
-            config = None
+    with contextlib.suppress(ValueError, AttributeError, RecursionError, yaml.YAMLError):
+        config = yaml.safe_load(json.loads(text)) if status == 200 else None
     if not isinstance(config, Mapping):
         raise ConfigError(f"{head}: not a head server of NeMo-Gym: it has no configuration at /global_config_dict_yaml")
     return config
