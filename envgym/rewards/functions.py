@@ -234,7 +234,7 @@ def as_rewards(value: Any, count: int, name: str) -> list[Reward | InvalidStep]:
     `value` is a list of items for `as_reward`, a mapping of lists: `reward`, `score` and `metrics`, by name, or a tuple
     of a list of rewards and metrics. Raises `InvalidStep` unless there is one item per completion.
     """
-    if isinstance(value, tuple) and value and isinstance(_plain(value[0]), list):
+    if isinstance(value, tuple) and value and isinstance(plain(value[0]), list):
         extra = value[1] if len(value) == 2 else None
         if isinstance(extra, Mapping):
             value = {key: _spread(items, count) for key, items in extra.items()} | {"reward": value[0]}
@@ -270,18 +270,18 @@ def _rows(table: Mapping[str, Any], count: int, name: str) -> list[dict[str, Any
 
 def _spread(value: Any, count: int) -> list[Any]:
     """A list of `count` unchanged; any other value for each of `count`."""
-    values = _plain(value)
+    values = plain(value)
     return values if isinstance(values, list) and len(values) == count else [values] * count
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """An array or a tensor as a list or a number."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def column(value: Any, count: int, context: str) -> list[Any]:
     """A list, a tuple, an array or a tensor as a list of `count`. `context` begins the message of the `InvalidStep`."""
-    values = _plain(value)
+    values = plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise InvalidStep(f"{context} {describe(value)}: it must be a list of {count} items, one per completion")
     if len(values) != count:

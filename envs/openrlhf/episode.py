@@ -9,7 +9,7 @@ from typing import Any
 
 from envgym.errors import InvalidStep
 from envgym.processes.runtime import close_object
-from envgym.rewards.functions import number
+from envgym.rewards.functions import number, plain
 from envgym.types import ImagePart
 
 ROUNDING = 1e-6
@@ -112,11 +112,6 @@ def _images(result: Mapping[str, Any]) -> tuple[ImagePart, ...]:
 
 
 # -- tensors, arrays, lists or numbers, in any mixture, as plain numbers ----------------------------------
-
-
-def plain(value: Any) -> Any:
-    """Convert a tensor or an array to numbers and lists; other values stay unmodified."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def flat(value: Any) -> Any:

@@ -12,12 +12,12 @@ from typing import Any
 
 from envgym.errors import ConfigError, InvalidStep
 from envgym.loading import import_target, load_function, split_target
-from envgym.rewards.functions import column, number, run
+from envgym.rewards.functions import column, number, plain, run
 from envgym.types import Reward
 from envgym.types.episodes import finite_metrics
 
 from . import package
-from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, plain, valid_score
+from .episode import InstanceEpisode, InstanceStep, finite_logs, flat, valid_score
 from .llm_engine import EngineProxy, ExecutorRun, QueueProxy, VLLMSamplingParams, overrides
 
 Prompt = str | list[dict[str, Any]]
