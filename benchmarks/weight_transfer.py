@@ -86,24 +86,26 @@ async def measured(folder: Path, size: tuple[int, int, int], repeats: int) -> di
         spec = WorkerSpec("actor", str(folder / "model"), RoleSpec(trained=True), {"name": "sft"})
         actor = await WorkerGroup.start(runtime, spec)
         transfer = FileTransfer(actor, folder, BUCKET, checkpoint=True)
-        receipt = await transfer.send(pool, 0)
+        n_bytes = await transfer.send(pool, 0)
         pid = next(worker.pid for worker in [task.result() for task in runtime._spawning] if worker.name == "actor-0")
         seconds, above = [], []
         for version in range(1, repeats + 1):
             before = _status(pid, "VmRSS")
             Path(f"/proc/{pid}/clear_refs").write_text("5")
-            seconds.append((await transfer.send(pool, version)).seconds)
+            began = time.perf_counter()
+            await transfer.send(pool, version)
+            seconds.append(time.perf_counter() - began)
             above.append(_status(pid, "VmHWM") - before)
     finally:
         await runtime.close()
-    source, copies = torch.zeros(receipt.n_bytes, dtype=torch.uint8), []
+    source, copies = torch.zeros(n_bytes, dtype=torch.uint8), []
     target_bytes = torch.ones_like(source)
     for _ in range(repeats):
         began = time.perf_counter()
         target_bytes.copy_(source)
         copies.append(time.perf_counter() - began)
     return {
-        "bytes": receipt.n_bytes,
+        "bytes": n_bytes,
         "seconds": median(seconds),
         "ratio": median(seconds) / median(copies),
         "above": max(0, median(above)),

@@ -212,8 +212,8 @@ class Trainer:
                     self.progress.record |= self.components.sync.metrics()
             if difference is not None:
                 self.progress.record["sync/max_abs"] = difference
-            if self.components.sync.receipt is not None:
-                self.progress.record["sync/bytes"] = self.components.sync.receipt.n_bytes
+            if self.components.sync.n_bytes is not None:
+                self.progress.record["sync/bytes"] = self.components.sync.n_bytes
         await self.groups.advance()
 
     async def finish_step(self) -> None:

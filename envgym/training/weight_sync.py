@@ -13,7 +13,6 @@ import contextlib
 import math
 import os
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,19 +34,11 @@ MAX_BUCKETS = 4
 """Buckets that must fit into the folder: one is written while another is read, and a tensor may exceed a bucket."""
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """The size in bytes of a finished transfer, and its duration."""
-
-    n_bytes: int
-    seconds: float
-
-
 class Transfer(Protocol):
     """A transfer of the actor's weights to engines."""
 
-    async def send(self, engines: EnginePool, version: int) -> Receipt:
-        """Replace the weights of all engines of a pool by the actor's, as policy `version`."""
+    async def send(self, engines: EnginePool, version: int) -> int:
+        """Replace the weights of all engines of a pool by the actor's, as policy `version`. Returns their bytes."""
 
 
 class FileTransfer:
@@ -64,8 +55,7 @@ class FileTransfer:
         self._bucket_bytes = bucket_bytes
         self._chosen_folder: tuple[list[EngineClient], Path] | None = None
 
-    async def send(self, engines: EnginePool, version: int) -> Receipt:
-        start = time.monotonic()
+    async def send(self, engines: EnginePool, version: int) -> int:
         prefix = await self.shared_path(engines, MAX_BUCKETS * self._bucket_bytes)
         n_buckets = n_bytes = sent = 0
         await engines.load(lambda engine: engine.begin_weights())
@@ -85,7 +75,7 @@ class FileTransfer:
                 await self._actor.on_first(lambda rank: rank.end_export())
         received = await engines.load(lambda engine: engine.end_weights(n_buckets, version))
         check_arrival("the weights", version, sent, received)
-        return Receipt(n_bytes, time.monotonic() - start)
+        return n_bytes
 
     async def _next_bucket(self) -> Bucket | None:
         return (await self._actor.on_all(lambda rank: rank.next_bucket()))[0]
@@ -124,8 +114,7 @@ class NcclTransfer:
         self._connected: list[EngineClient] = []
         self._described: dict[str, Any] = {}
 
-    async def send(self, engines: EnginePool, version: int) -> Receipt:
-        start = time.monotonic()
+    async def send(self, engines: EnginePool, version: int) -> int:
         if self._connected != engines.clients:
             await self._connect(engines)
         await engines.load(lambda engine: engine.begin_weights())
@@ -133,7 +122,7 @@ class NcclTransfer:
             self._actor.on_all(lambda rank: rank.send_nccl()),
             _load(engines, self._described),
         )
-        return await _finish(self._actor, engines, 1, version, start)
+        return await _finish(self._actor, engines, 1, version)
 
     async def _connect(self, engines: EnginePool) -> None:
         address = await self._actor.on_first(lambda rank: rank.address())
@@ -158,8 +147,7 @@ class IpcTransfer:
         self._bucket_bytes = bucket_bytes
         self._connected: list[EngineClient] = []
 
-    async def send(self, engines: EnginePool, version: int) -> Receipt:
-        start = time.monotonic()
+    async def send(self, engines: EnginePool, version: int) -> int:
         if self._connected != engines.clients:
             await engines.on_all(lambda engine: engine.connect({"packed": True}))
             self._connected = engines.clients
@@ -170,7 +158,7 @@ class IpcTransfer:
             handles = {gpu: handle for chunk in chunks for gpu, handle in chunk["ipc_handles"].items()}
             await _load(engines, {**chunks[0], "ipc_handles": handles})
             n_buckets += 1
-        return await _finish(self._actor, engines, n_buckets, version, start)
+        return await _finish(self._actor, engines, n_buckets, version)
 
 
 def make_transfer(config: SyncConfig, actor: WorkerGroup, files: FileTransfer, workers_per_engine: int) -> Transfer:
@@ -208,13 +196,12 @@ def _load(engines: EnginePool, bucket: Bucket | Mapping[str, Any]) -> Coroutine[
     return engines.load(lambda engine: engine.load_bucket(bucket))
 
 
-async def _finish(actor: WorkerGroup, engines: EnginePool, n_buckets: int, version: int, start: float) -> Receipt:
-    """End a transfer between GPUs that began at `start`, and check that it arrived."""
+async def _finish(actor: WorkerGroup, engines: EnginePool, n_buckets: int, version: int) -> int:
+    """End a transfer between GPUs, and check that it arrived. Returns its bytes."""
     received = await engines.load(lambda engine: engine.end_weights(n_buckets, version))
     sent = (await actor.on_all(lambda rank: rank.sent_checksum()))[0]
     check_arrival("the weights", version, sent, received)
-    n_bytes = actor.info.n_parameters * (4 if actor.info.dtype == "float32" else 2)
-    return Receipt(n_bytes, time.monotonic() - start)
+    return actor.info.n_parameters * (4 if actor.info.dtype == "float32" else 2)
 
 
 class GpuTimeshare:
@@ -317,8 +304,8 @@ class WeightSync:
     """Held from the update of the actor's weights until the engines have them."""
     version: int | None = None
     """The policy version of the engines."""
-    receipt: Receipt | None = None
-    """The last transfer of weights."""
+    n_bytes: int | None = None
+    """Bytes of the last transfer of full weights."""
     references: dict[Probe, tuple[float, float]] = field(default_factory=dict)
     """Per probe, the differences with which later ones are compared, in nats: of the policies, and the mean of the
     tokens."""
@@ -380,7 +367,7 @@ class WeightSync:
     async def _send(self, engine: EnginePool, version: int, *, with_base: bool) -> None:
         adapter = self.actor.info.adapter
         if not adapter or (self.base_is_quantized and with_base):
-            self.receipt = await (self.files if adapter else self.transfer).send(engine, version)
+            self.n_bytes = await (self.files if adapter else self.transfer).send(engine, version)
         if adapter:
             await self._send_adapter(engine, version)
 

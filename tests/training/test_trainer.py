@@ -123,7 +123,7 @@ class Sync:
         self.world = world
         self.weights_lock = asyncio.Lock()
         self.difference = None
-        self.receipt = None
+        self.n_bytes = None
         self.timeshare = GpuTimeshare(None, {}, keeps_weights=False)
 
     async def __call__(self, version: int) -> float:

@@ -31,7 +31,6 @@ from envgym.training.weight_sync import (
     SMALLEST,
     FileTransfer,
     GpuTimeshare,
-    Receipt,
     WeightSync,
     policy_difference,
 )
@@ -82,7 +81,7 @@ class ActorAndEngine:
 
     async def send(self, engines, version):
         self.loaded.append(("", version, "weights"))
-        return Receipt(10, 0.5)
+        return 10
 
     async def on_first(self, call):
         method, [path, *_], _ = message_of(call)
@@ -121,7 +120,7 @@ def test_the_engine_gets_the_actors_weights_and_is_compared_with_it():
     sync = pair.sync()
     assert asyncio.run(sync(7)) == pytest.approx(0.002, rel=1e-4)
     assert pair.loaded == [("", 7, "weights")]
-    assert sync.receipt == Receipt(10, 0.5)
+    assert sync.n_bytes == 10
 
 
 def test_an_adapter_is_sent_alone_once_the_engine_has_the_base():

@@ -81,17 +81,17 @@ def test_all_weights_arrive_in_buckets_of_which_at_most_two_exist(tiny_model, tm
             spec = WorkerSpec("actor", str(tiny_model), RoleSpec(trained=True), {"name": "sft"}, settings)
             actor = await WorkerGroup.start(runtime, spec)
             transfer = FileTransfer(actor, tmp_path / "shared", 2**16, checkpoint=True)
-            receipt = await transfer.send(EnginePool(no_start, [reader]), 7)
+            n_bytes = await transfer.send(EnginePool(no_start, [reader]), 7)
             await transfer.send(EnginePool(no_start, [reader]), 8)
         finally:
             await runtime.close()
-        return reader, receipt
+        return reader, n_bytes
 
-    reader, receipt = asyncio.run(main())
+    reader, n_bytes = asyncio.run(main())
     saved = load_file(tiny_model / "model.safetensors")
     assert reader.tensors.keys() == saved.keys()
     assert all(torch.equal(reader.tensors[name], tensor) for name, tensor in saved.items())
-    assert receipt.n_bytes == sum(tensor.nbytes for tensor in saved.values())
+    assert n_bytes == sum(tensor.nbytes for tensor in saved.values())
     assert reader.version == 8
     assert reader.max_files <= 2
     assert not list(module.MEMORY.glob(f"envgym-{id(0):x}*"))
