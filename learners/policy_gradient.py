@@ -385,10 +385,13 @@ class CriticFreeLearner(PolicyGradient):
         """One advantage per member of a group, from the members' rewards: those of whole episodes or, with `credit:
         turn`, the returns from a turn on."""
 
+    def turn_values(self, group: Sequence[ActionTokens]) -> Sequence[Sequence[float]]:
+        """The advantages of each turn of each member of a group."""
+        to_go = [rewards_to_go(member.rewards, member.turn_ends, self.config.gamma) for member in group]
+        return turn_advantages(to_go, [member.reward for member in group], self._checked_advantages)
+
     def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
-        gamma = self.config.gamma
-        to_go = [rewards_to_go(member.rewards, member.turn_ends, gamma) for member in group]
-        values = turn_advantages(to_go, [member.reward for member in group], self._checked_advantages)
+        gamma, values = self.config.gamma, self.turn_values(group)
         advantages = [broadcast_turn_values(v, m.turn_ends, gamma) for v, m in zip(values, group, strict=True)]
         if not self.kl_in_reward:
             return advantages
@@ -446,16 +449,12 @@ class TreeLearner(CriticFreeLearner):
     def token_shares(self, objective: Objective, weights: Mapping[int, float]) -> Mapping[int, float] | None:
         return None if self._has_branches else super().token_shares(objective, weights)
 
-    def token_advantages(self, group: Sequence[ActionTokens]) -> list[TokenArray]:
+    def turn_values(self, group: Sequence[ActionTokens]) -> Sequence[Sequence[float]]:
         if self.config.advantage != "tree":
-            return super().token_advantages(group)
+            return super().turn_values(group)
         returns = [member.reward for member in group]
         n_turns = [len(member.turn_ends) for member in group]
-        values = tree_advantages([member.episode for member in group], n_turns, returns, self.sibling_advantages)
-        advantages = [broadcast_turn_values(v, m.turn_ends, 1.0) for v, m in zip(values, group, strict=True)]
-        if not self.kl_in_reward:
-            return advantages
-        return [a + discounted_returns(self.kl_rewards(m), 1.0) for a, m in zip(advantages, group, strict=True)]
+        return tree_advantages([member.episode for member in group], n_turns, returns, self.sibling_advantages)
 
     def _action_tokens(self, episode: Episode) -> ActionTokens:
         tokens = super()._action_tokens(episode)
