@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .alarms import Alarms
+from .alarms import Alarms, RaisedAlarm
 
 if TYPE_CHECKING:
     from envgym.run_folder import RunFolder
@@ -53,18 +54,18 @@ class Recorder:
     def warn(self, record: dict[str, Any]) -> None:
         """Write the record of a step that an error ends, if it raises alarms: they may name the cause."""
         if raised := self.alarms.observe(record):
-            self._folder.append_metrics(record | {"alarms": [alarm.name for alarm in raised]})
-            for alarm in raised:
-                self._display.alarm(record["step"], alarm.text)
+            self._append(record, raised)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the record of a step, or (step 0) of the evaluation before training. Adds the raised `alarms`."""
-        raised = self.alarms.observe(record)
+        self._append(record, self.alarms.observe(record))
+        self._display.step(record["step"], self._steps, record)
+        if self.trackers is not None:
+            self.trackers.log(record)
+
+    def _append(self, record: dict[str, Any], raised: Sequence[RaisedAlarm]) -> None:
         if raised:
             record["alarms"] = [alarm.name for alarm in raised]
         self._folder.append_metrics(record)
         for alarm in raised:
             self._display.alarm(record["step"], alarm.text)
-        self._display.step(record["step"], self._steps, record)
-        if self.trackers is not None:
-            self.trackers.log(record)
