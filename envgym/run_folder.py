@@ -83,8 +83,7 @@ class RunFolder:
     # -- metrics ------------------------------------------------------------------------------------------
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_lines(self.metrics_file, [record])
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The records written so far, without a last line that a kill truncated."""
@@ -293,10 +292,10 @@ def stage_name(name: str | None, learner: str) -> str:
     return name or short_name(learner)
 
 
-def append_events(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
-    """Append timed events to the file of their step."""
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append a line of JSON for each record to a file."""
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def stage_folders(folder: Path, names: Sequence[str]) -> list[RunFolder]:

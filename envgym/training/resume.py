@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import re
 import shutil
 import time
@@ -21,7 +20,7 @@ from envgym.disk import folder_lock, unused_folder, write_atomically
 from envgym.errors import ConfigError, EnvgymError, RunError, WorkerError, reported_as
 from envgym.jobs.models import with_results
 from envgym.loading import session_source, short_name
-from envgym.run_folder import CONTROLLER, STOP, RunFolder, run_of_checkpoint, stage_folders
+from envgym.run_folder import CONTROLLER, STOP, RunFolder, append_lines, run_of_checkpoint, stage_folders
 from envgym.yaml_files import read_yaml
 
 HARDWARE_KEYS = ("workers", "placement", "colocate", "engine.count", "engine.tensor_parallel", "rollout.processes")
@@ -153,8 +152,7 @@ def _record_changes(folder: Path, config: RunConfig, changes: Mapping[str, tuple
     checkpoint = stage_folders(folder, config.stage_names)[-1].last_checkpoint()
     step = 0 if checkpoint is None else int(checkpoint.stem.removeprefix("step_"))
     record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "changes": changes}
-    with (folder / CHANGES).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    append_lines(folder / CHANGES, [record])
 
 
 def _is_reusable(folder: Path) -> bool:

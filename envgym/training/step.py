@@ -27,7 +27,7 @@ from envgym.monitoring.metrics import check_failures, computing_metrics, rollout
 from envgym.rollout.async_buffer import AsyncRollouts, version_of
 from envgym.rollout.buffer import Buffer, RolloutBatch, can_drop, fill_buffer
 from envgym.rollout.runner import SamplingPlan, group_ids
-from envgym.run_folder import RunFolder, append_events
+from envgym.run_folder import RunFolder, append_lines
 from envgym.tasks.curriculum import Curriculum
 from envgym.tasks.task_set import TaskCursor
 from envgym.types import Episode, Group, Row, Task
@@ -183,7 +183,7 @@ class StepGroups:
 def write_step(rollouts: Path, events: Path, episodes: Sequence[Episode]) -> None:
     """Write a step's episodes, and the times of what they did, to these files."""
     write_rollouts(rollouts, episodes)
-    append_events(events, [{"episode": episode.id, "spans": episode.spans} for episode in episodes if episode.spans])
+    append_lines(events, [{"episode": episode.id, "spans": episode.spans} for episode in episodes if episode.spans])
 
 
 class UnfinishedStep:

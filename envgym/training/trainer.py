@@ -24,7 +24,7 @@ from envgym.monitoring.metrics import held_out_metrics, speed_metrics
 from envgym.monitoring.recorder import Recorder
 from envgym.processes.signals import set_handlers
 from envgym.processes.watch import end_immediately
-from envgym.run_folder import RunFolder, append_events
+from envgym.run_folder import RunFolder, append_lines
 from envgym.types import number_rows
 
 from .checkpoints import Checkpoints, Progress
@@ -227,7 +227,7 @@ class Trainer:
         self.folder.remove_old_files(stage.keep.model_dump())
         if self.progress.spans:
             spans, self.progress.spans = self.progress.spans, []
-            append_events(self.folder.event_file(step), [{"phases": spans}])
+            append_lines(self.folder.event_file(step), [{"phases": spans}])
         self.progress.recorded = True
         is_due = step == self.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
         if self.checkpoints.best.update(self.progress) or (step and is_due):

@@ -14,7 +14,7 @@ import pytest
 
 from envgym.episodes.files import write_episodes
 from envgym.episodes.record import learned_values, write_learned, write_rollouts
-from envgym.run_folder import RunFolder, append_events
+from envgym.run_folder import RunFolder, append_lines
 from envgym.types import (
     Episode,
     Group,
@@ -80,8 +80,8 @@ def make_run(
                 ["generating", 100.0 + n, 110.0 + n],
                 ["environment", 110.0 + n, 111.0 + n],
             ]
-            append_events(folder.event_file(step), [{"episode": episode.id, "spans": spans}])
-        append_events(folder.event_file(step), [{"phases": [["rollout", 100.0, 130.0], ["learn", 130.0, 140.0]]}])
+            append_lines(folder.event_file(step), [{"episode": episode.id, "spans": spans}])
+        append_lines(folder.event_file(step), [{"phases": [["rollout", 100.0, 130.0], ["learn", 130.0, 140.0]]}])
         record = {"step": step, "reward/mean": 0.1 * step, "reward/std": 0.5, "episodes": 16, "loss": 1.0 / step}
         alarms = {"mismatch/mean_abs": 0.2, **({"alarms": ["mismatch"]} if step == 2 else {})}
         folder.append_metrics({**record, "seconds/rollout": 30.0, "seconds/learn": 10.0, **alarms})
