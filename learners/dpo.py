@@ -15,7 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Row
 
-from .pairs import PairLearner, pair_sums
+from .pairs import PairLearner, pair_metrics, pair_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,10 +63,7 @@ class DPO(PairLearner):
         losses = dpo_loss(chosen_rewards - rejected_rewards, self.config)
         n = float(len(losses))
         total = losses.sum() / normalizers[batch.objective]
-        metrics = {
-            "loss": (float(losses.detach().sum()), n),
-            "preference/accuracy": (float((chosen_rewards > rejected_rewards).sum()), n),
-            "preference/margin": (float((chosen_rewards - rejected_rewards).detach().sum()), n),
+        metrics = pair_metrics(losses, chosen_rewards, rejected_rewards) | {
             "reward/chosen": (float(chosen_rewards.detach().sum()), n),
             "reward/rejected": (float(rejected_rewards.detach().sum()), n),
         }

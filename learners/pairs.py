@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from envgym.learner import Learner, RowBatch
+from envgym.learner import Learner, MetricSums, RowBatch
 from envgym.types import Episode, Group, Objective, Row
 
 if TYPE_CHECKING:
@@ -85,6 +85,16 @@ def best_and_worst(groups: Sequence[Group]) -> list[Pair]:
             best, worst = (pick(rewarded, key=itemgetter(0))[1] for pick in (max, min))
             pairs.append((best, worst))
     return pairs
+
+
+def pair_metrics(losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor) -> MetricSums:
+    """`loss`, `preference/accuracy` and `preference/margin` of pairs, from the three [pairs]."""
+    n = float(len(losses))
+    return {
+        "loss": (float(losses.detach().sum()), n),
+        "preference/accuracy": (float((chosen_rewards > rejected_rewards).sum()), n),
+        "preference/margin": (float((chosen_rewards - rejected_rewards).detach().sum()), n),
+    }
 
 
 def pair_sums(values: Tensor, batch: RowBatch) -> tuple[Tensor, Tensor]:

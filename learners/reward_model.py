@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from envgym.learner import LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
 from envgym.types import Episode, Row
 
-from .pairs import PairLearner, pair_sums
+from .pairs import PairLearner, pair_metrics, pair_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,14 +57,9 @@ class RewardModelLearner(PairLearner):
         chosen_rewards, rejected_rewards = pair_sums(outputs.values, batch)
         margin, _ = pair_sums(batch.arrays["margin"], batch)
         losses = ranking_loss(chosen_rewards - rejected_rewards, margin)
-        n = float(len(losses))
+        metrics = pair_metrics(losses, chosen_rewards, rejected_rewards)
         rewards = outputs.values.detach()[batch.loss_weights > 0]
-        metrics = {
-            "loss": (float(losses.detach().sum()), n),
-            "preference/accuracy": (float((chosen_rewards > rejected_rewards).sum()), n),
-            "preference/margin": (float((chosen_rewards - rejected_rewards).detach().sum()), n),
-            "preference/reward_mean": (float(rewards.sum()), 2 * n),
-        }
+        metrics["preference/reward_mean"] = (float(rewards.sum()), 2.0 * len(losses))
         return losses.sum() / normalizers[batch.objective], metrics
 
     def evaluate(self, rows: Sequence[Row], outputs: Sequence[FloatArray]) -> dict[str, float]:
