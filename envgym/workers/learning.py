@@ -33,26 +33,6 @@ SAMPLED_WEIGHTS = 16
 """Weights of a parameter that are looked at."""
 
 
-class StepCheck:
-    """Checks the next few of the trained parameters of `model` after each step.
-
-    A step may go nowhere without any sign of it: gradients, norms and log-probabilities look as usual while the
-    optimizer updates numbers that nobody reads. So a few trained parameters, others each time, are compared with the
-    optimizer's. Of an adapter, its own matrices are looked at; frozen weights, in 4 bits or not, never. Tied weights
-    are one parameter. A moving average follows the optimizer's weights, and is not compared.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        parameters = [item for item in model.named_parameters() if item[1].requires_grad]
-        self._turn: Iterator[tuple[str, nn.Parameter]] = cycle(parameters)
-        self._count = min(CHECKED_PARAMETERS, len(parameters))
-
-    def run(self) -> None:
-        """Raise `RunError` for weights that are not the optimizer's."""
-        for name, parameter in islice(self._turn, self._count):
-            check_weights(name, parameter)
-
-
 def check_weights(name: str, parameter: nn.Parameter) -> None:
     """Raise `RunError` if sampled weights of a parameter are not those of the optimizer, rounded to their format: then
     the optimizer updates numbers that neither the model nor the engine reads, and nothing is learned."""
@@ -131,14 +111,22 @@ class ModelLearning(ModelState):
             return metrics
         if not math.isfinite(norm):
             raise RunError(f"the gradient of {self.spec.role} is not finite: lower learner.lr, or look at the rewards")
-        self._check.run()
+        for name, parameter in islice(self._trained, CHECKED_PARAMETERS):
+            check_weights(name, parameter)
         if self.average is not None:
             self.average.update()
         return metrics if self.learner.config.optimizer == "muon" else {"grad_norm": norm, **metrics}
 
     @cached_property
-    def _check(self) -> StepCheck:
-        return StepCheck(self.network)
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The trained parameters in turn, without an end, of which the next few are checked after each step.
+
+        A step may go nowhere without any sign of it: gradients, norms and log-probabilities look as usual while the
+        optimizer updates numbers that nobody reads. So a few trained parameters, others each time, are compared with
+        the optimizer's. Of an adapter, its own matrices are looked at; frozen weights, in 4 bits or not, never. Tied
+        weights are one parameter. A moving average follows the optimizer's weights, and is not compared.
+        """
+        return cycle([item for item in self.network.named_parameters() if item[1].requires_grad])
 
     def _loss(
         self, samples: Sequence[Row], normalizers: Mapping[str, float], share_of_tokens: float
