@@ -142,23 +142,17 @@ def set_training(flags: Flags, translation: Translation, max_len: int) -> None:
     if token := flags["use_wandb"]:
         settings["report_to"] = ["wandb"]
         translation.environ |= {} if str(token).lower() in ("true", "1") else {"WANDB_API_KEY": str(token)}
-    if flags["eval_dataset"] is None:
+    if (held_out := flags["eval_dataset"]) is None:
         settings |= {"eval.every": 0, "data.test_fraction": 0.0}
-    elif flags["eval_steps"] > 0:
-        settings["eval.every"] = flags["eval_steps"]
-    else:
-        settings["eval.every"] = 0 if flags.program == "train_ppo_ray" else "epoch"
-    if "," in str(flags["eval_dataset"]):
+        return
+    if "," in str(held_out):
         raise ConfigError(f"{flags.program}: --eval_dataset names several data sets: join them in one file or folder")
-    if flags["eval_dataset"] is not None:
-        settings["eval.tasks"] = 10**8  # all
-        has_splits = not Path(str(flags["eval_dataset"])).suffix
-        if (
-            flags["eval_split"] is None
-            and has_splits
-            and flags.program in ("train_dpo", "train_kto", "train_kd", "train_prm")
-        ):
-            settings["data.test_split"] = "test"
+    without_steps = 0 if flags.program == "train_ppo_ray" else "epoch"
+    settings["eval.every"] = flags["eval_steps"] if flags["eval_steps"] > 0 else without_steps
+    settings["eval.tasks"] = 10**8  # all
+    names_split = flags["eval_split"] is not None or Path(str(held_out)).suffix
+    if not names_split and flags.program in ("train_dpo", "train_kto", "train_kd", "train_prm"):
+        settings["data.test_split"] = "test"
 
 
 SCHEDULES = {
