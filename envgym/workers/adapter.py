@@ -108,10 +108,9 @@ class Adapter:
 
     def merged_change(self) -> WeightChange:
         """The change of the weights when the adapter is added to them, in their number format. A collective call."""
-        weights = {layer: part.get_base_layer().weight for layer, part in self._layers.items()}
         change = WeightChange(self.model.get_input_embeddings().weight.dtype)
-        for layer, weight in weights.items():
-            tensor = full_tensor(weight).float()
+        for layer, part in self._layers.items():
+            tensor = full_tensor(part.get_base_layer().weight).float()
             change.add(tensor, tensor + self._delta(layer, lambda _, p: full_tensor(p)).to(tensor.device))
         return change
 
