@@ -50,7 +50,8 @@ def source_hash(classes: Iterable[type]) -> str:
 def _files_hash(files: frozenset[str]) -> str:
     sources: set[Path] = set()
     for file in map(Path, files):
-        sources |= _sources_in(file.parent) if file.name == "__init__.py" else {file}
+        files_in_package = (path for path in file.parent.rglob("*") if path.suffix in (".py", ".yaml"))
+        sources.update(files_in_package if file.name == "__init__.py" else [file])
     digest = hashlib.sha256()
     for path in sorted(sources):
         try:
@@ -58,10 +59,6 @@ def _files_hash(files: frozenset[str]) -> str:
         except OSError:  # defined in a notebook or interactively
             continue
     return digest.hexdigest()[:DIGITS] if sources else ""
-
-
-def _sources_in(package: Path) -> set[Path]:
-    return {path for path in package.rglob("*") if path.suffix in (".py", ".yaml")}
 
 
 def task_hash(task: Task) -> str:
