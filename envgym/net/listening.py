@@ -65,8 +65,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext:
-    """The TLS context of a certificate (with its chain) and its key, both PEM. Raises `ConfigError` if unusable."""
+def tls_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """The TLS context of a certificate (with its chain) and its key, both PEM; None without either. Raises
+    `ConfigError` if unusable."""
+    if cert is None and key is None:
+        return None
     if cert is None or key is None:
         raise ConfigError("TLS takes both files, the certificate (tls-cert) and its key (tls-key)")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

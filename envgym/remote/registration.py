@@ -232,9 +232,7 @@ class Listener:
         settings = self._settings
         host, _, port = settings.address.rpartition(":")
         refusal = "without env.listen_token_file: whoever can reach it could pose as an environment"
-        tls = None
-        if settings.tls_cert is not None or settings.tls_key is not None:
-            tls = tls_context(settings.tls_cert, settings.tls_key)
+        tls = tls_context(settings.tls_cert, settings.tls_key)
         listener = listen(host.strip("[]"), int(port), refusal=None if self._tokens else refusal)
         if tls is None and not is_loopback(str(listener.getsockname()[0])):
             logger.warning("servers register at %s without TLS: tokens can be read on the way", settings.address)

@@ -55,7 +55,7 @@ async def serve(
         check_servable(spec)
     limits = limits or ServerLimits()
     tokens = None if token_file is None else Tokens.read(token_file)
-    tls = None if tls_cert is None and tls_key is None else tls_context(tls_cert, tls_key)
+    tls = tls_context(tls_cert, tls_key)
     allow_open_files()
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(host, port, refusal=None if tokens else NEEDS_TOKENS))
