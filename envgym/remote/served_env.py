@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -44,7 +43,7 @@ class ServedEnv:
         self._call_seconds = call_seconds
         self._metrics = metrics
         self._task_hashes: dict[str, str] = {}
-        self._verdicts: OrderedDict[bytes, asyncio.Task[bytes]] = OrderedDict()
+        self._verdicts: dict[bytes, asyncio.Task[bytes]] = {}
 
     async def describe(self) -> EnvDescription:
         """The description that clients get."""
