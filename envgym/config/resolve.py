@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -32,10 +32,10 @@ RUN_KEYS = set(RunConfig.model_fields) - {"stages"}
 
 
 class Layer(NamedTuple):
-    """Settings of a run, and their source."""
+    """Settings of a run; `of_model`: the defaults for its model."""
 
     settings: Mapping[str, Any]
-    source: Literal["recipe", "model", "caller"]
+    of_model: bool = False
 
 
 def resolve(
@@ -61,7 +61,7 @@ def resolve(
     if is_saved and chosen_recipe not in (None, from_file.get("recipe")):
         raise ConfigError(f"{file} holds all settings of its stages: leave out recipe {chosen_recipe}, or the file")
     layers = [] if is_saved else _recipe_layers(recipe, from_file, overrides)
-    layers += [Layer(from_file, "caller"), Layer(overrides, "caller")]
+    layers += [Layer(from_file), Layer(overrides)]
     run = {key: value for layer in layers for key, value in layer.settings.items() if key in RUN_KEYS}
     stages = _merge_layers(layers)
     try:
@@ -94,7 +94,7 @@ def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping
         lora = caller.get("lora")
         is_lora = isinstance(lora, Mapping) and bool(lora.get("rank"))
         model_settings = {**model_settings, "learner": {"lr": default_rate(billions, lora=is_lora, kind=rates)}}
-    return [Layer(recipe_settings, "recipe"), Layer(model_settings, "model"), Layer(stages, "recipe")]
+    return [Layer(recipe_settings), Layer(model_settings, of_model=True), Layer(stages)]
 
 
 def _merge_layers(layers: Sequence[Layer]) -> list[LayeredStage]:
@@ -107,7 +107,7 @@ def _merge_layers(layers: Sequence[Layer]) -> list[LayeredStage]:
         stages += [copy.deepcopy(stages[0]) for _ in range(len(separate) - len(stages))]
         del stages[len(separate) :]
         for stage, settings in zip(stages, separate, strict=True):
-            stage.add_layer(common, of_model=layer.source == "model")
+            stage.add_layer(common, of_model=layer.of_model)
             stage.add_layer(settings)
             stage.pinned_model = settings.get("model", stage.pinned_model)
     if len(stages) > 1:
