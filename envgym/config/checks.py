@@ -10,7 +10,7 @@ from envgym.errors import ConfigError, DataError, did_you_mean
 from envgym.learner import Learner, LearnerConfig, RoleSpec
 from envgym.tasks import DataConfig
 
-from .schema import Component, RoleConfig, StageConfig
+from .schema import Component, StageConfig
 from .words import AUTO
 
 
@@ -81,7 +81,7 @@ def _check_roles(stage: StageConfig, roles: Mapping[str, RoleSpec], *, samples: 
             )
     for role, role_spec in roles.items():
         workers, lora = stage.workers_of(role), stage.lora_of(role, role_spec)
-        role_config = stage.roles.get(role, RoleConfig())
+        role_config = stage.role(role)
         if not role_spec.trained and role_config.learner:
             raise ConfigError(f"roles.{role}.learner: the {role} is not trained, so it has no optimizer")
         workers.check(role, stage.learner_config_of(role) if role_spec.trained else None)

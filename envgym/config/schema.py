@@ -336,10 +336,14 @@ class StageConfig(Settings):
         settings, label = self.learner.model_dump(), f"learner {self.learner.name}"
         return learner_class, validate_settings(learner_class.Config, settings, label)
 
+    def role(self, name: str) -> RoleConfig:
+        """The settings of a role, which may be the defaults."""
+        return self.roles.get(name, RoleConfig())
+
     def learner_config_of(self, role: str) -> LearnerConfig:
         """The learner's settings for a role, with those of its own optimizer."""
         learner_class, config = self.learner_config()
-        overrides, label = self.roles.get(role, RoleConfig()).learner, f"roles.{role}.learner"
+        overrides, label = self.role(role).learner, f"roles.{role}.learner"
         validate_settings(OptimizerConfig, overrides, label)  # a role has no others
         if overrides.keys() & set(WARMUPS):
             overrides = {**dict.fromkeys(WARMUPS, 0), **overrides}
@@ -355,12 +359,12 @@ class StageConfig(Settings):
 
     def workers_of(self, role: str) -> WorkersConfig:
         """The settings of a role's workers."""
-        overrides = self.roles.get(role, RoleConfig()).workers
+        overrides = self.role(role).workers
         return validate_settings(WorkersConfig, merge(self.workers.model_dump(), overrides), f"roles.{role}.workers")
 
     def lora_of(self, role: str, spec: RoleSpec) -> LoraConfig:
         """The adapter of a role's model; without a rank for models that are not trained."""
-        overrides = self.roles.get(role, RoleConfig()).lora
+        overrides = self.role(role).lora
         if not spec.trained or overrides == {"rank": 0}:
             return LoraConfig()
         return validate_settings(LoraConfig, merge(self.lora.model_dump(), overrides), f"roles.{role}.lora")
@@ -368,7 +372,7 @@ class StageConfig(Settings):
     def is_base(self, role: str, roles: Mapping[str, RoleSpec]) -> bool:
         """True if this frozen role is the initial policy and the policy has a LoRA adapter: then the actor serves it
         with the adapter off, and no other model is loaded."""
-        spec, config = roles[role], self.roles.get(role, RoleConfig())
+        spec, config = roles[role], self.role(role)
         is_initial_policy = not spec.trained and spec.head == roles["actor"].head and config.model is None
         return is_initial_policy and self.lora_of("actor", roles["actor"]).rank > 0
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from envgym import hub
 from envgym.config.recipes import makes_model, recipe_model_folder
-from envgym.config.schema import STAGE, RoleConfig, StageConfig
+from envgym.config.schema import STAGE, StageConfig
 from envgym.disk import regular_file
 from envgym.errors import ConfigError, reported_as
 from envgym.learner import LearnerConfig
@@ -256,7 +256,7 @@ class MemoryNeeds:
     def _sizes(self, part: str) -> ModelSizes | None:
         """The sizes of a part's model; None if it is not on this machine."""
         service = self._models.get(part)
-        name = self._stage.roles.get(part, RoleConfig()).model if service is None else service.model
+        name = self._stage.role(part).model if service is None else service.model
         name = name or self._stage.model
         while name.startswith(STAGE):
             name = self._stages[name.removeprefix(STAGE)].model

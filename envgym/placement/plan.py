@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
-from envgym.config.schema import PlacementConfig, RoleConfig, StageConfig
+from envgym.config.schema import PlacementConfig, StageConfig
 from envgym.env import EnvSpec
 from envgym.errors import ConfigError, did_you_mean
 from envgym.processes.gpus import least_gpu_bytes, visible_gpus
@@ -159,7 +159,7 @@ def parts_of(stage: StageConfig, services: Mapping[str, int], *, trains: bool = 
         learner_class, learner_config = stage.learner_config()
         roles = learner_class(learner_config).roles
         for role in roles:
-            if not stage.is_base(role, roles) and stage.roles.get(role, RoleConfig()).base_url is None:
+            if not stage.is_base(role, roles) and stage.role(role).base_url is None:
                 ranks = [f"{role}-{rank}" for rank in range(stage.workers_of(role).ranks)]
                 parts.append(part(role, ranks, in_turns=stage.takes_turns(role)))
     for worker, n_ranks in services.items():

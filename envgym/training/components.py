@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envgym.config.schema import RoleConfig, RunConfig, StageConfig
+from envgym.config.schema import RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine, SamplingParams
 from envgym.engines.pool import EnginePool
 from envgym.errors import ConfigError
@@ -145,7 +145,7 @@ def _make_apis(
     """
     apis: dict[str, ApiTeacher] = {}
     for role, role_spec in learner.roles.items():
-        settings = stage.roles.get(role, RoleConfig())
+        settings = stage.role(role)
         model = settings.model
         if settings.base_url is not None:
             from envgym.services.teacher import ApiTeacher
@@ -185,7 +185,7 @@ async def _load_in_parallel(
         load_after = sampling if role in waiting else None
         images = context.spec.images
         worker = await start_role(config, stage, role, model, context.runtime, images=images, load_after=load_after)
-        folder = Path(stage.roles.get(role, RoleConfig()).model or model)
+        folder = Path(stage.role(role).model or model)
         if words := (base := base_of_model(folder)) and rounding_in_words(folder, worker.info.dtype, base):
             display.note(f"{role}: {words}; workers.dtype=float32 keeps all of it")
         for note in worker.info.notes:
