@@ -153,14 +153,11 @@ def spec(name: str | type[Env] | type[EnvSpec] | Callable[..., Any], /, **kwargs
         raise ConfigError(f"{name} looks like an address: write http://{name}, or https://{name}")
     if is_file_target(name):
         name = absolute_target(name)
-    elif is_task_set_file(name):
-        registration = find(name)
-        return _build(registration.id, registration.entry_point, registration.settings(kwargs))
-    elif ":" not in name or name in _registrations():
+    elif (is_file := is_task_set_file(name)) or ":" not in name or name in _registrations():
         try:
             registration = find(name)
         except (ConfigError, NameNotFound, VersionNotFound):
-            if not kwargs.keys() & LOCATIONS or "http" not in schemes or is_installed(name):
+            if is_file or not kwargs.keys() & LOCATIONS or "http" not in schemes or is_installed(name):
                 raise
             return _build(name, schemes["http"], kwargs)
         return _build(registration.id, registration.entry_point, registration.settings(kwargs))
