@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from envgym.agent import Agent
-from envgym.config.schema import API_SETTINGS, Component, RoleConfig, RunConfig, StageConfig
+from envgym.config.schema import API_SETTINGS, Component, RunConfig, StageConfig
 from envgym.engine import ChatEngine, Engine
 from envgym.engines import choose_engine
 from envgym.engines.pool import EngineClient, EnginePool
@@ -109,7 +109,7 @@ async def start_role(
     role_spec = learner_class(learner_config).roles[role]
     spec = WorkerSpec(
         role,
-        stage.roles.get(role, RoleConfig()).model or model,
+        stage.role(role).model or model,
         role_spec,
         learner=stage.learner_config_of(role).model_dump(),
         settings=stage.workers_of(role),
