@@ -189,8 +189,10 @@ EnvSpec.from_json = spec_from_json
 
 def write_description(spec: EnvSpec, folder: Path, parent: str = "") -> None:
     """Write the description of an environment into a folder, as `environment.json`. An environment in a file has that
-    beside it: the description names the file, after `parent`."""
+    beside it: the description names the file, after `parent`. Nothing is written, no folder is made, for a spec that
+    cannot be described."""
     description = json.loads(spec.to_json())
+    folder.mkdir(exist_ok=True)
     if is_file_target(spec.id):
         file, target = split_target(spec.id)
         shutil.copy(file, folder)

@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_words_anywhere(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """`parse_with_words`, also for settings before a word that is no option's."""
-        is_setting = re.compile(r"[a-z_][\w.+-]+=").match
+        is_setting = re.compile(r"[a-z_][\w.+-]*=").match
         return self.parse_with_words(sorted(arguments, key=lambda word: bool(is_setting(word))))
 
     def parse_without_words(self, arguments: Sequence[str], why: str) -> argparse.Namespace:

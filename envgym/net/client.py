@@ -97,11 +97,12 @@ class HttpClient(AbstractAsyncContextManager["HttpClient"]):
             raise failure_of(error) from None
 
 
-def json_object(content: bytes | str) -> dict[str, Any] | None:
-    """The JSON object in an answer or a message; None for any other content."""
+def json_object(content: Any) -> dict[str, Any] | None:
+    """The JSON object in an answer or a message, bytes or text; None for any other content, such as the error in place
+    of a message that could not be read."""
     try:
         value = json.loads(content)
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -25,7 +25,6 @@ def export(name: str, spec: EnvSpec, folder: Path) -> str:
     if spec.agent not in ("single_turn", "multi_turn", "tool_calling"):
         raise ConfigError(f"environment {spec.id} is not played step by step, but by the agent {spec.agent}")
     module = "envgym_" + re.sub(r"\W", "_", name).lower()
-    (folder / module).mkdir()
     write_description(spec, folder / module, "@FOLDER@/")
     for file in ("environment.py", "pyproject.toml", "README.md"):
         text = (PROJECT / file).read_text(encoding="utf-8").replace("MODULE", module).replace("NAME", name)

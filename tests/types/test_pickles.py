@@ -1,7 +1,7 @@
 """Frozen dataclasses in pickles: equal, without the checks of their construction, and short."""
 
 import copy
-import dataclasses
+import copyreg
 import pickle
 from array import array
 
@@ -30,5 +30,5 @@ def test_a_pickled_instance_is_equal_and_short(instance):
     data = pickle.dumps(instance, protocol=5)
     assert pickle.loads(data) == instance
     assert copy.deepcopy(instance) == instance
-    names = [field.name.encode() for field in dataclasses.fields(instance)]
-    assert not [name for name in names if b"\x8c" + bytes([len(name)]) + name in data]  # as a short text of its own
+    assert type(instance) in copyreg.dispatch_table
+    assert (b"_rebuild" in data) == hasattr(type(instance), "__post_init__"), "an instance was checked when it was made"

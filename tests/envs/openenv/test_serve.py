@@ -23,9 +23,14 @@ TOKENS = {"first": "first-token-of-twenty", "second": "second-token-of-twenty"}
 
 
 @pytest.fixture(scope="module")
-def ours(serving_ours):
+def server(serving_ours):
     with serving_ours(ENVIRONMENTS) as server:
-        yield dict(zip(("math", "tools", "guess"), server.urls, strict=True))
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ours(server):
+    return dict(zip(("math", "tools", "guess"), server.urls, strict=True))
 
 
 @pytest.fixture
@@ -325,7 +330,7 @@ def test_clients_have_tokens_sessions_and_quotas_of_their_own(serving_ours, toke
         assert all(token not in server.log for token in (*TOKENS.values(), "wrong-token"))
 
 
-def test_web_pages_and_large_messages_are_refused(ours):
+def test_web_pages_and_large_messages_are_refused(ours, server):
     async def status(headers=None, path="/schema", **options):
         async with aiohttp.ClientSession(headers=headers) as http:
             method = http.post if options else http.get
@@ -347,6 +352,7 @@ def test_web_pages_and_large_messages_are_refused(ours):
     assert asyncio.run(status(large, "/mcp", data=b"")) == 413
     codes = aiohttp.WSCloseCode.MESSAGE_TOO_BIG, aiohttp.WSCloseCode.ABNORMAL_CLOSURE  # the latter if it is not read
     assert asyncio.run(close_code()) in codes
+    assert "Traceback" not in server.log
     assert asyncio.run(status(path="/step", json={})) == 409
     assert asyncio.run(status(path="/none")) == 404
 
