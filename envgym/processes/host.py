@@ -76,10 +76,10 @@ class Host:
             self._tasks[number].cancel()
 
     def cancel_all(self, caller: Hashable) -> None:
-        """Cancel the calls of a caller."""
-        for number in self._tasks:
-            if number[0] is caller:
-                self.cancel(number)
+        """Cancel the calls of a caller, unless they are: a second time would interrupt what they do at their end."""
+        for number, task in self._tasks.items():
+            if number[0] is caller and not task.cancelling():
+                task.cancel()
 
     async def close(self) -> None:
         await close_object(self._worker)

@@ -18,6 +18,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
@@ -221,5 +222,6 @@ class InlineRuntime:
         return worker
 
     async def close(self) -> None:
-        for worker in self._workers:
-            await worker.close()
+        async with AsyncExitStack() as stack:  # closes all of them, also after one that cannot be closed
+            for worker in reversed(self._workers):
+                stack.push_async_callback(worker.close)

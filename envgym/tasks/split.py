@@ -141,7 +141,9 @@ class _File:
 
     def key_by_row(self) -> None:
         """Use keys of whole rows instead of prompts; if these are equal too, keys of row numbers."""
-        keys = [key_of(json.dumps(self.rows[index], sort_keys=True, default=str)) for index in self.indices]
+        # All rows are read from the beginning to the end, which is faster than row by row.
+        rows = self.rows if isinstance(self.indices, range) else map(self.rows.__getitem__, self.indices)
+        keys = [key_of(json.dumps(row, sort_keys=True, default=str)) for row in rows]
         if len(set(keys)) == 1:
             keys = [key_of(f"{self.path} {index}") for index in range(len(keys))]
         self.keys = array("Q", keys)

@@ -12,6 +12,7 @@ import pytest
 
 from envgym.errors import ConfigError, InvalidOutcome, WorkerDied, WorkerError
 from envgym.processes import local
+from envgym.processes.host import Host
 from envgym.processes.local import LocalRuntime
 from envgym.processes.runtime import InlineRuntime
 from tests.running import is_running
@@ -347,6 +348,57 @@ def test_inline_has_the_same_interface(worker_module):
         assert (outcome.value.kind, outcome.value.retryable) == ("judge_down", True)
         await runtime.close()
         await runtime.close()
+
+    asyncio.run(main())
+
+
+def test_inline_closes_all_workers_also_after_one_that_fails(tmp_path, monkeypatch):
+    (tmp_path / "closing.py").write_text(
+        "class Worker:\n"
+        "    closed = []\n"
+        "    def __init__(self, name):\n        self.name = name\n"
+        "    async def close(self):\n"
+        "        self.closed.append(self.name)\n"
+        "        if self.name == 'first':\n            raise OSError('the disk is full')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def main():
+        runtime = InlineRuntime()
+        for name in ("first", "second"):
+            await runtime.start("closing:Worker", {"name": name}, name=name)
+        with pytest.raises(OSError, match="the disk is full"):
+            await runtime.close()
+
+    asyncio.run(main())
+    from closing import Worker
+
+    assert Worker.closed == ["first", "second"]
+
+
+def test_the_end_of_a_caller_does_not_cancel_a_call_twice():
+    class Worker:
+        ends = 0
+
+        async def wait(self):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.05)  # an engine aborts its request
+                Worker.ends += 1
+
+    async def main():
+        host, answers = Host(), []
+        host._worker = Worker()
+        for number in range(2):
+            host.run(("caller", number), "wait", (), {}, answers.append)
+        await asyncio.sleep(0.01)
+        host.cancel(("caller", 0))
+        await asyncio.sleep(0.01)
+        host.cancel_all("caller")
+        await asyncio.sleep(0.2)
+        assert Worker.ends == 2
+        assert not host._tasks
 
     asyncio.run(main())
 
