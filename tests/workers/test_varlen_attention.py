@@ -75,7 +75,8 @@ def test_packed_and_padded_rows_are_answered_as_by_sdpa(architecture, head, kern
     expected = answers(TokenNetwork(make_model(architecture, head), head, entropy=head == "lm"), batch(), packed=False)
     for packed in (False, True):
         network = TokenNetwork(make_model(architecture, head, attention=VARLEN), head, entropy=head == "lm")
-        torch.testing.assert_close(answers(network, batch(), packed), expected, atol=1e-5, rtol=1e-5)
+        # Gradients in float32, whose last digits differ from one kind of CPU to another.
+        torch.testing.assert_close(answers(network, batch(), packed), expected, atol=1e-5, rtol=1e-4)
     assert kernel.calls == 2 * network.model.config.num_hidden_layers
 
 
