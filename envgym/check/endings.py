@@ -86,7 +86,11 @@ def _compare_after_reset(subject: Subject, original: CheckedEpisode, repeated: C
 async def _check_close(subject: Subject) -> Finding:
     """Close in the middle of an episode, twice, and before any reset."""
     [task] = await subject.tasks(1)
-    for label, resets, closes in (("after a reset", 1, 1), ("a second time", 1, 2), ("before any reset", 0, 1)):
+    for label, resets, closes in (
+        ("after a reset", True, 1),
+        ("a second time", True, 2),
+        ("before any reset", False, 1),
+    ):
         env = subject.spec.spec_for(task).make()
         try:
             if resets:

@@ -151,7 +151,7 @@ class SealedRow(Row):
         lengths, _, are_sampled = self._layout
         result = np.full(self._tokens.size, np.nan, np.float32)
         offset = 4 * self._tokens.size * (1 + self._tokens.has_weights)
-        result[are_sampled.repeat(lengths) > 0] = np.frombuffer(self._tokens.data[offset:], np.float32)
+        result[are_sampled.repeat(lengths) > 0] = np.frombuffer(self._tokens.data, np.float32, offset=offset)
         return result
 
     @cached_property
