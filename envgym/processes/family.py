@@ -61,13 +61,20 @@ def end_guarded(pid: int) -> None:
 def run(parent: int, command: list[str]) -> int:
     """Run a program until it or `parent` ends, at most for `GRACE_SECONDS` after a SIGTERM, then kill all that descends
     from it. Returns its exit status; for a signal 128 and its number, as in shells."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until `keep` handles them, or they would leave orphans
     adopt_orphans()
     die_with(parent, signal.SIGHUP)
     os.write(2, f"{os.getpid()}\n".encode())
-    program = subprocess.Popen(command, preexec_fn=functools.partial(die_with, os.getpid()))
+    program = subprocess.Popen(command, preexec_fn=functools.partial(_begin, os.getpid()))
     os.closerange(0, 3)  # the pipes are the program's alone
     code = os.waitstatus_to_exitcode(keep(program.pid))
     return code if code >= 0 else 128 - code
+
+
+def _begin(guard: int) -> None:
+    """What a guarded program does before it is executed."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    die_with(guard)
 
 
 def adopt_orphans() -> None:
@@ -83,6 +90,8 @@ def keep(child: int, grace: int = GRACE_SECONDS) -> int:
     """
 
     def kill_family(*signal_and_frame: object) -> None:
+        # Once is enough, since the loop below kills again, and a flood of signals would nest this handler without end.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for pid in descendants({os.getpid()}) - {os.getpid()}:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
