@@ -81,12 +81,12 @@ def logprobs_of(policy, token_ids, temperature=1.0):
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
-def assert_exact(policy, request, generation, span=None, bound=1e-4):
+def assert_exact(policy, request, generation, span=None):
     start, end = span or (0, len(generation.token_ids))
     n = len(request.token_ids)
     expected = logprobs_of(policy, [*request.token_ids, *generation.token_ids], request.sampling.temperature)
     expected = expected[n - 1 + start : n - 1 + end]
-    assert (expected - torch.tensor(generation.logprobs[start:end])).abs().max() < bound
+    assert (expected - torch.tensor(generation.logprobs[start:end])).abs().max() < 1e-4
 
 
 def requests(n, sampling, prefix="r"):
@@ -259,9 +259,9 @@ def test_new_weights_in_mid_flight(engine, policy, new_policy, tmp_path):
         assert generation.versions[-1].end == len(generation.token_ids)
         for span in generation.versions:
             weights, others = (policy, other) if span.version == 0 else (other, policy)
-            assert_exact(weights, request, generation, (span.start, span.end), bound=1e-5)
+            assert_exact(weights, request, generation, (span.start, span.end))
             with pytest.raises(AssertionError):  # labels that are exchanged do not pass
-                assert_exact(others, request, generation, (span.start, span.end), bound=1e-5)
+                assert_exact(others, request, generation, (span.start, span.end))
 
 
 def test_weights_in_several_buckets_that_part_a_layer(engine, new_policy, tmp_path):
@@ -285,7 +285,7 @@ def test_weights_in_several_buckets_that_part_a_layer(engine, new_policy, tmp_pa
         ]
 
     for request, generation in zip(requests(2, SamplingParams(max_tokens=8)), engine.runner.run(main()), strict=True):
-        assert_exact(other, request, generation, bound=1e-5)
+        assert_exact(other, request, generation)
 
 
 def test_weights_that_are_not_those_that_were_sent_are_refused(engine, new_policy):
