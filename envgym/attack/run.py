@@ -183,15 +183,16 @@ class Attack:
         return row
 
     def _demonstrations_row(self, name: str, plays: Plays) -> AttackRow:
-        """The row of the demonstrations: the best one of each task counts, since some environments add bad ones. Its
-        score must be full, and its reward above that of blind play."""
+        """The row of the demonstrations, which must all end: the best one of each task counts, since some environments
+        add bad ones. Its score must be full, and its reward above that of blind play."""
         self._right = [max((reward for reward, _ in task if reward is not None), default=0.0) for task in plays.tasks]
         scores = [
             max((score for _, score in task if score is not None), default=right)
             for task, right in zip(plays.tasks, self._right, strict=True)
         ]
         earned, blind, message = statistics.fmean(self._right or [0.0]), self._report.blind, ""
-        if all(0 <= score <= 1 for score in scores) and statistics.fmean(scores or [0.0]) < FULL:
+        is_less = all(0 <= score <= 1 for score in scores) and statistics.fmean(scores or [0.0]) < FULL
+        if is_less or plays.verdict is not None:
             message = plays.problem or "a right answer must earn all: see envgym envs try"
         elif earned <= blind:
             message = "the best answer-blind play earns as much as right answers"

@@ -171,7 +171,7 @@ def test_answers_that_are_equally_frequent_do_not_tell_the_right_one(tmp_path):
 
 
 def test_right_answers_are_not_compared_with_demonstrations_that_hang():
-    """They have no reward for every task."""
+    """They have no reward for every task, and do not earn all."""
 
     class Host:
         async def describe(self):
@@ -191,4 +191,8 @@ def test_right_answers_are_not_compared_with_demonstrations_that_hang():
 
     report = AttackReport("hanging")
     asyncio.run(Attack(report, Process()).run(lambda row, total: None))
-    assert [row.cheat for row in report.rows] == ["demonstrations"]
+    [row] = report.rows
+    assert (row.cheat, row.verdict, row.message) == (
+        "demonstrations", AttackVerdict.LESS, "step took longer than 1 s"
+    )  # fmt: skip
+    assert not report.passed
