@@ -98,7 +98,8 @@ def keep(child: int, grace: int = GRACE_SECONDS) -> int:
 
     signal.signal(signal.SIGHUP, kill_family)
     signal.signal(signal.SIGALRM, kill_family)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(grace))
+    # The first one counts: each further one would postpone the alarm.
+    signal.signal(signal.SIGTERM, lambda *_: signal.getitimer(signal.ITIMER_REAL)[0] or signal.alarm(grace))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     pid = status = 0
     while pid != child:
