@@ -74,6 +74,7 @@ class ConversationBranch:
         old, new = messages[: len(self.messages)], messages[len(self.messages) :]
         return (
             not self.busy
+            and bool(self.messages)
             and tools == self.tools
             and bool(new)
             and all(message.role != "assistant" for message in new)

@@ -80,7 +80,7 @@ class LocalWorker(Connection[Worker]):
     async def kill(self) -> None:
         """Kill the process."""
         self._signal(signal.SIGKILL)
-        await self._reading_to_end
+        await asyncio.wait({self._reading_to_end})  # a caller that is cancelled must not cancel the reader
 
     async def _close(self) -> None:
         if self._end is None:

@@ -47,7 +47,8 @@ class Processes(Generic[Worker]):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._temporary = None if logs is not None else Path(tempfile.mkdtemp(prefix=f"envgym-{name}-"))
-        start = partial(LocalRuntime(logs or str(self._temporary)).start, target, kwargs, environ=environ)
+        self._runtime = LocalRuntime(logs or str(self._temporary))
+        start = partial(self._runtime.start, target, kwargs, environ=environ)
         self._processes = [Process(f"{name}-{index}", start) for index in range(count)]
         self._idle: asyncio.Queue[Process] = asyncio.Queue()
         for process in self._processes * calls:
@@ -114,6 +115,7 @@ class Processes(Generic[Worker]):
         """Close all processes. The temporary logs stay if one failed."""
         await cancel_all(self._giving_back)
         await asyncio.gather(*(process.close() for process in self._processes))
+        await self._runtime.close()  # processes whose start was cancelled
         if self._temporary is not None and not any(process.failed for process in self._processes):
             shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -133,9 +135,11 @@ class Process:
     async def start(self) -> LocalWorker[Any]:
         async with self._starting:
             if self._worker is None:
-                self.failed, failed = True, self.failed  # until the start succeeds
-                self._worker = await self._start(name=self._name)
-                self.failed = failed
+                try:
+                    self._worker = await self._start(name=self._name)
+                except Exception:
+                    self.failed = True
+                    raise
             return self._worker
 
     async def send(

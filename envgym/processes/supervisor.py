@@ -62,7 +62,7 @@ class Supervisor(ABC, Generic[Member]):
     async def _replace(self, member: Member, reason: str) -> None:
         try:
             self._add(await self._start_again(member))
-        except EnvgymError as error:
+        except (EnvgymError, OSError) as error:
             self._break(f"{reason}; another one could not be started: {error}")
 
     def _add(self, member: Member) -> None:

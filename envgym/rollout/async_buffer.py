@@ -112,13 +112,14 @@ class AsyncRollouts:
     async def _run_group(self, name: str, task: Task) -> None:
         try:
             group = await self._roll_out(task, name)
+            self._cursor.observe([group])
+            is_kept = self._buffer.add([group])
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self._error = error
         else:
-            self._cursor.observe([group])
-            if self._buffer.add([group]):
+            if is_kept:
                 self._with_failed[name] = group
             else:
                 self._dropped.append(group)

@@ -229,6 +229,7 @@ class Trainer:
             spans, self.progress.spans = self.progress.spans, []
             append_lines(self.folder.event_file(step), [{"phases": spans}])
         self.progress.recorded = True
+        self.checkpoints.snapshot_step()  # a run that resumes must not write the record again
         is_due = step == self.steps or (stage.checkpoint.every and step % stage.checkpoint.every == 0)
         if self.checkpoints.best.update(self.progress) or (step and is_due):
             await self.checkpoints.save()

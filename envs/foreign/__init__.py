@@ -94,10 +94,12 @@ class ForeignEnv(Env):
 
     async def step(self, action: Action) -> StepResult:
         assert self._result is not None, "reset comes before step"
-        self._answering.set_result(action)
-        if (request := await self._requests.waiting.get()) is not None:
+        if not self._answering.done():  # else the program has ended meanwhile
+            self._answering.set_result(action)
+        while (request := await self._requests.waiting.get()) is not None:
             observation, self._answering = request
-            return observation, None, False, False, {}
+            if not self._answering.done():
+                return observation, None, False, False, {}
         reward, truncated, info = verdict(self._result.result())
         return [], reward, not truncated, truncated, info
 

@@ -43,7 +43,7 @@ class ForeignInterpreter:
 
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _process: asyncio.subprocess.Process | None = None
-    _control: socket.socket = field(default_factory=socket.socket)
+    _control: socket.socket = field(init=False)
     _folder: str = ""
     _log: bytes = b""
     _reading: asyncio.Task[None] = field(init=False)
@@ -64,8 +64,11 @@ class ForeignInterpreter:
                     self.python, *words, stdin=control.fileno(), stdout=pipe, stderr=asyncio.subprocess.STDOUT,
                     env=environ, start_new_session=True,
                 )  # fmt: skip
-        except OSError as error:
+        except BaseException as error:
+            self._control.close()
             fork_server.remove(self._folder)
+            if not isinstance(error, OSError):
+                raise
             raise ConfigError(f"{self.python} cannot be run: {error.strerror}; set env.python") from None
         self._reading = asyncio.create_task(self._read_log(self._process))
         answer: dict[str, Any] = {}

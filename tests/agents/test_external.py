@@ -332,6 +332,33 @@ def test_a_program_that_makes_an_answer_of_an_engine_that_broke_has_no_reward(re
     assert (episode.outcome.reason, episode.outcome.message, episode.reward) == ("engine", "out of memory", None)
 
 
+def test_a_request_after_one_that_failed_is_a_conversation_of_its_own(renderer, tmp_path):
+    """Its prompt is what the program sends, and not what it sent before as well."""
+    prompts = []
+
+    class Broken(Scripted):
+        async def generate(self, request):
+            prompts.append(self.tokenizer.decode(list(request.token_ids)))
+            if len(prompts) == 1:
+                raise InvalidOutcome("engine", "out of memory", retryable=True)
+            return await super().generate(request)
+
+    source = (
+        PLAIN
+        + """
+    for _ in range(2):
+        try:
+            print(ask([{"role": "user", "content": "go"}])["content"])
+        except urllib.error.HTTPError:
+            pass
+    """
+    )
+    [episode] = play(renderer, Broken(renderer, lambda n, prompt: "ok"), program(tmp_path, source))
+    assert not episode.failed
+    assert prompts[0] == prompts[1]
+    assert [len(row.turns) for row in episode.rows] == [1]
+
+
 def test_a_command_that_does_not_exist_is_said(renderer):
     [episode] = play(renderer, Scripted(renderer, lambda n, prompt: "ok"), "no-such-program --fast")
     assert episode.outcome.message == "no-such-program cannot be run: No such file or directory"

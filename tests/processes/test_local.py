@@ -259,6 +259,22 @@ def test_death_fails_pending_and_later_calls(worker_module, tmp_path, end, said)
     with_worker(worker_module, tmp_path, body)
 
 
+def test_a_kill_whose_caller_is_cancelled_still_ends_all_calls(worker_module, tmp_path):
+    async def body(worker):
+        pending = asyncio.create_task(worker.call(lambda worker: worker.wait()))
+        await worker.call(lambda worker: worker.add(1))
+        killing = asyncio.create_task(worker.kill())
+        await asyncio.sleep(0)
+        killing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await killing
+        for call in (pending, worker.call(lambda worker: worker.add(1))):
+            with pytest.raises(WorkerDied):
+                await asyncio.wait_for(call, 10)
+
+    with_worker(worker_module, tmp_path, body)
+
+
 def test_a_constructor_that_fails_or_hangs(worker_module, tmp_path, monkeypatch):
     with pytest.raises(WorkerError, match=r"^w: ValueError: bad start .*w\.log"):
         with_worker(worker_module, tmp_path, None, start="fail")

@@ -1,12 +1,14 @@
 """Processes for users' code: called, killed, replaced, and closed on every way out."""
 
 import asyncio
+import os
 import tempfile
 
 import pytest
 
 from envgym.errors import CallTimeout, ConfigError, InvalidOutcome
 from envgym.processes import pool as processes
+from envgym.processes.family import descendants
 from envgym.processes.pool import Processes
 from tests.running import is_running
 
@@ -126,6 +128,25 @@ def test_one_that_does_not_start_again_is_no_end_of_the_run(run, tmp_path):
             assert died.value.kind == "crash"
 
     run(body, logs=str(tmp_path / "logs"), mark=str(tmp_path / "mark"))
+
+
+@pytest.mark.parametrize("ticks", [2, 8])
+def test_a_pool_that_is_closed_while_it_starts_leaves_nothing(ticks, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = descendants({os.getpid()})
+
+    async def main():
+        pool = Processes("collections:OrderedDict", {}, count=1, name="test-pool")
+        starting = asyncio.create_task(pool.start())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert descendants({os.getpid()}) <= before
+
+    asyncio.run(main())
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_first_start_that_fails_says_why(run):

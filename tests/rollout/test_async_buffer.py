@@ -7,7 +7,7 @@ import pytest
 
 from envgym.config.resolve import resolve
 from envgym.env import TaskList
-from envgym.errors import ConfigError
+from envgym.errors import ConfigError, RunError
 from envgym.rollout.async_buffer import AsyncRollouts, version_of
 from envgym.rollout.buffer import Buffer
 from envgym.rollout.config import FilterConfig, RolloutConfig
@@ -18,10 +18,10 @@ from envgym.types import Episode, Group, Outcome, Task
 class World:
     """Asynchronous rollouts whose episodes take a random number of turns of the event loop."""
 
-    def __init__(self, staleness, *, step_size=4, drop_rate=0.0, seed=0, n_tasks=1000, sigma=1.5):
+    def __init__(self, staleness, *, step_size=4, drop_rate=0.0, seed=0, n_tasks=1000, sigma=1.5, min_score=None):
         self.rng = random.Random(seed)
         self.drop_rate, self.sigma = drop_rate, sigma
-        rounds = {"zero_variance": True, "max_rounds": 100}
+        rounds = {"zero_variance": True, "max_rounds": 100, "min_score": min_score}
         self.config = RolloutConfig(tasks_per_step=step_size, max_staleness=staleness, filter=FilterConfig(**rounds))
         self.buffer = Buffer(1, needs_reward=True, filter=self.config.filter)
         self.cursor = TaskCursor(TaskList([Task(str(n)) for n in range(n_tasks)]), 0)
@@ -86,6 +86,15 @@ def test_long_episodes_are_trained_on_as_often_as_short_ones():
     started = [task for task, _ in world.started]
     trained_on = {group.task.id for _, groups in steps for group in groups}
     assert set(started[: 100 * 4 - 2 * 4]) <= trained_on  # all but those in flight or buffered at the end
+
+
+def test_a_filter_that_cannot_judge_a_group_ends_the_run():
+    async def main():
+        world = World(1, min_score=0.1)
+        with pytest.raises(RunError, match="need scores"):
+            await asyncio.wait_for(world.rollouts.take(), 10)
+
+    asyncio.run(main())
 
 
 def test_at_staleness_0_no_task_starts_during_training():

@@ -245,6 +245,40 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(fo
     assert list(folder.checkpoints.iterdir()) == []
 
 
+def test_a_step_that_has_its_record_is_recorded_in_the_checkpoint_that_an_error_leaves(folder):
+    """The error of an earlier checkpoint, which was still being written."""
+
+    class Full(World):
+        n_failures = 0
+
+        async def on_all(self, call: Any) -> None:
+            await super().on_all(call)
+            if message_of(call)[0] == "finish_save" and not self.n_failures:
+                self.n_failures += 1
+                raise WorkerDied("rank 0 has ended")
+
+    async def main() -> None:
+        world = Full()
+        world.may_write.clear()
+        trainer = trainer_of(folder, world)
+        trainer.stage.checkpoint.every = 1
+        write = trainer.recorder.write
+
+        def write_record(record: Any) -> None:
+            write(record)
+            if record["step"] == 2:
+                world.may_write.set()
+
+        trainer.recorder.write = write_record  # type: ignore[method-assign]
+        with pytest.raises(WorkerDied, match="rank 0"):
+            await trainer.run()
+
+    asyncio.run(main())
+    [checkpoint] = folder.checkpoints.iterdir()
+    progress = folder.read_state(checkpoint)["progress"]
+    assert (progress["step"], progress["recorded"]) == (2, True)
+
+
 class Endless(TaskList):
     """`size` tasks that are made when they are drawn; drawing the 50th stops the loop."""
 

@@ -14,6 +14,7 @@ import pytest
 
 from envgym.envs.foreign import ForeignConfig, ForeignSpec
 from envgym.envs.foreign.agent import ForeignAgent, ForeignAgentConfig
+from envgym.envs.foreign.interpreter import ForeignInterpreter
 from envgym.errors import ConfigError, InvalidOutcome
 from envgym.processes.family import descendants
 from envgym.types import Action, ToolCall
@@ -202,6 +203,35 @@ def test_without_the_agent_each_request_is_an_observation():
             await env.close()
 
     asyncio.run(run())
+
+
+def test_a_program_that_ended_before_its_request_was_answered_has_its_verdict():
+    async def run():
+        async with Sums("sums", does="hurry", python=sys.executable) as spec:
+            env = spec.make()
+            await env.reset(options={"task": await spec.tasks("train").get(3)})
+            await asyncio.sleep(2)
+            _, reward, terminated, truncated, _ = await env.step("late")
+            assert (reward, terminated, truncated) == (0.25, False, True)
+            await env.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ticks", [1, 4])
+def test_an_interpreter_whose_start_is_cancelled_leaves_no_folder(ticks, temporary):
+    async def run():
+        settings = {"name": "sums", "count": 1, "does": ""}
+        interpreter = ForeignInterpreter("sums", "pydantic==2", Path(sys.executable), Sums.worker, settings)
+        starting = asyncio.create_task(interpreter.start())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(run())
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 
@@ -43,6 +44,10 @@ async def run(call):
         folder = f"{tempfile.mkdtemp()}/{('a/' * 1200) if row['answer'] == '1' else ''}"
         subprocess.run(["sh", "-c", 'mkdir -p "$0"; chmod 0 "$0"', folder], check=True)  # noqa: ASYNC221
     messages = [{"role": "user", "content": row["prompt"]}]
+    if does == "hurry":
+        threading.Thread(target=ask, args=(call, messages), daemon=True).start()
+        await asyncio.sleep(0.5)
+        return {"reward": 0.25, "rewards": {}, "metrics": {}, "truncated": True}
     answer = await asyncio.to_thread(ask, call, messages)
     if does == "wait":
         await asyncio.sleep(1000)
