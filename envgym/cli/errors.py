@@ -91,6 +91,7 @@ def report(error: BaseException, invocation: Invocation) -> int:
         traceback.print_exception(error)
     line = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if isinstance(error, KeyboardInterrupt):  # a run's message names its checkpoint and how to resume
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # else: a program ended after the event loop
         _print(": ".join(filter(None, ("interrupted", line))))
         return 128 + signal.SIGINT
     if isinstance(error, EnvgymError):

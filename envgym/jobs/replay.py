@@ -45,16 +45,19 @@ class ReplayedEpisode:
 
 def recorded_step(run: Path, step: int | None) -> tuple[RunConfig, int, Path, list[Episode]]:
     """The settings of a run's last stage with recorded episodes, its last step or `step`, the file of that, and its
-    episodes. Raises `ConfigError` if there are none."""
-    if not (run / "config.yaml").is_file():
+    episodes. `run` may be the folder of one stage. Raises `ConfigError` if there are none."""
+    folder = run if (run / "config.yaml").is_file() else run.parent
+    if not (folder / "config.yaml").is_file() or (folder / "episodes.jsonl").is_file():  # an evaluation has those
         raise ConfigError(f"{run} is not a run (see: envgym runs)")
-    config = RunConfig.read(run / "config.yaml")
-    for index, folder in reversed([*enumerate(stage_folders(run, config.stage_names))]):
-        if files := files_by_step(folder.rollouts, ".parquet"):
+    config = RunConfig.read(folder / "config.yaml")
+    for index, stage_folder in reversed([*enumerate(stage_folders(folder, config.stage_names))]):
+        if run not in (folder, stage_folder.path):
+            continue
+        if files := files_by_step(stage_folder.rollouts, ".parquet"):
             step = max(files) if step is None else step
             if step not in files:
                 raise ConfigError(f"{run} has no episodes of step {step}, but of steps {min(files)} to {max(files)}")
-            stage = with_results(config.stages[index], config, run)
+            stage = with_results(config.stages[index], config, folder)
             return config.model_copy(update={"stages": [stage]}), step, files[step], read_episodes(files[step])
     raise ConfigError(f"{run} holds no episodes: it has taken no step, or trained on recorded data only")
 

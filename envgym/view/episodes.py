@@ -118,8 +118,8 @@ class Listing:
 
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
-        records = map(self.record, range(len(self)))
-        texts = (json.dumps([record["messages"], record["task"]], ensure_ascii=False) for record in records)
+        records = self._records(("messages", "task"))
+        texts = (json.dumps([record["messages"], _task_of(record)], ensure_ascii=False) for record in records)
         needle = text.casefold()
         return [index for index, content in enumerate(texts) if needle in content.casefold()]
 
@@ -170,6 +170,10 @@ class Listing:
             for name, column in columns.items():
                 column.append(values[name])
         self._starts, self._columns = starts, dict(columns)
+
+
+def _task_of(record: Mapping[str, Any]) -> Any:
+    return json.loads(record["task"]) if isinstance(record["task"], str) else record["task"]
 
 
 def beginning(record: Mapping[str, Any]) -> list[str]:

@@ -129,6 +129,21 @@ def test_an_environment_that_repeats(run, capsys):
     assert out.endswith("1 of 1 episodes of runs/game/rollouts/step_000001.parquet repeat exactly\n")
 
 
+def test_a_stage_of_a_run_is_replayed_by_its_folder(run, capsys, tmp_path):
+    folder = tmp_path / "runs" / "game"
+    settings = {"env": "game.py:Game", "recipe": "sft_grpo", "name": "game"}
+    (folder / "config.yaml").write_text(resolve(settings).to_yaml())
+    for name in ("1-sft/model", "2-grpo"):
+        (folder / name).mkdir(parents=True)
+    (folder / "1-sft" / "model" / "config.json").write_text("{}")
+    (folder / "rollouts").rename(folder / "2-grpo" / "rollouts")
+    for name in ("game", "runs/game/2-grpo"):
+        assert main(["replay", name, "--step", "1"]) == 0
+        assert "6 of 6 episodes of runs/game/2-grpo/rollouts/step_000001.parquet repeat" in capsys.readouterr().out
+    assert main(["replay", "runs/game/1-sft"]) == 2
+    assert "runs/game/1-sft holds no episodes: it has taken no step" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -177,6 +192,10 @@ def test_what_cannot_be_replayed_says_so(run, capsys, tmp_path):
     assert "has no episode 'x'" in error("game", "--episode", "x")
     assert "there is no run" in error("nothing")
     assert "is not a run" in error("game.py")
+    for name in ("config.yaml", "episodes.jsonl"):
+        (tmp_path / "evals" / "first").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "evals" / "first" / name).write_text("suite: null\n")
+    assert "evals/first is not a run (see: envgym runs)" in error("evals/first")
     config = resolve({"env": "game.py:Game", "agent": {"name": "external", "command": ["true"]}, "name": "game"})
     (tmp_path / "runs" / "game" / "config.yaml").write_text(config.to_yaml())
     assert "episodes of agent external cannot be replayed: its turns are recorded" in error("game")

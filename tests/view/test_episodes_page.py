@@ -140,7 +140,11 @@ def test_episodes_are_walked_by_buttons_and_say_how_to_run_them_again(run, tmp_p
         ]
         opened(page, url, "episode/runs%2Ffirst%2Fheld_out/1/2")
         page.wait_for_selector("code")
-        assert main.locator("code").first.inner_text() == "envgym show runs/first --step 1 --task train-3 --eval"
+        assert main.locator("code").all_inner_texts() == [
+            "envgym show runs/first --step 1 --task train-3 --eval",
+            "envgym rollout --config runs/first/config.yaml --model runs/first --task train-3 --split test "
+            "--out again.jsonl",
+        ]
     monkeypatch.chdir(tmp_path)
     for words in (commands[0], "envgym show runs/first --step 1 --task train-3 --eval"):
         assert command(words.split()[1:]) == 0

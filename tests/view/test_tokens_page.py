@@ -54,13 +54,16 @@ def test_tokens_outside_of_the_loss_are_hatched(tmp_path, page):
 def test_tokens_are_read_without_a_mouse(tree, page):
     with viewing(tree) as url:
         main = opened(page, url, "episode/runs%2Ffirst/1/0?as=tokens")
-        main.locator(".tokens").focus()
+        main.locator(".tokens").wait_for()
         said = []
         for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", "Home"):
             page.keyboard.press(key)
             said.append(main.locator(".bar").inner_text().split(":")[0])
         assert said == [f"token {n}" for n in (0, 1, 0, 4, 4, 0)]
         assert main.locator(".tokens .current").count() == 1
+        main.locator(".tokens span").nth(2).click()
+        page.keyboard.press("ArrowRight")
+        assert main.locator(".bar").inner_text().startswith("token 3:")
         assert main.locator(".bar").get_attribute("role") == "status"  # a screen reader says it
         page.keyboard.press("c")
         page.wait_for_function("() => location.hash.includes('by=')")

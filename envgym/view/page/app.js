@@ -40,24 +40,25 @@ async function show() {
   keys = {};
   const [path, search] = location.hash.replace(/^#\/?/, "").split("?");
   const [view, id = "", ...args] = path.split("/").map(decodeURIComponent), query = new URLSearchParams(search || "");
+  const store = (/** @type {URLSearchParams} */ query) => { if (number === turnNumber) remember(query); }; // a search may end after its view
   const step = Number(args[0] || 0), box = h("div", { class: `view view-${view || "home"}` });
   /** @type {[string, string | null, string?][]} */
   const parts = [["envgym", "#/"]];
   try {
     /** @type {any} */
     let result = null;
-    if (!view) result = await home(box, query, remember);
+    if (!view) result = await home(box, query, store);
     else if (view === "run") { parts.push([nameOf(id), null, id]); result = await run(box, id); }
     else if (view === "overlay") { parts.push(["overlay", null]); await overlay(box, [id, ...args]); }
     else if (view === "compare") { parts.push(["compare", null]); await compare(box, id, step, args[1], Number(args[2] || 0)); }
     else {
       const path = id.replace(/\/held_out$/, "");
       parts.push([nameOf(id), link("run", path), path], [path !== id ? `held-out tasks at step ${step}` : step ? `step ${step}` : "episodes", listLink(id, step)]);
-      if (view === "list") result = await list(box, id, step, query, remember);
+      if (view === "list") result = await list(box, id, step, query, store);
       else if (view === "lanes") { parts.push(["swimlanes", null]); await lanes(box, id, step); }
       else if (view === "group") { parts.push(["group", null]); await group(box, id, step, Number(args[1])); }
       else if (view === "task") { parts.push(["this task over the run", null]); await task(box, id, step, Number(args[1])); }
-      else if (view === "episode") { parts.push([`episode ${args[1]}`, null]); result = await episode(box, id, step, Number(args[1]), query, remember); }
+      else if (view === "episode") { parts.push([`episode ${args[1]}`, null]); result = await episode(box, id, step, Number(args[1]), query, store); }
       else throw new Error(`there is no view ${view}`);
     }
     if (number !== turnNumber) return typeof result === "function" && result();

@@ -30,7 +30,7 @@ function tint(value, mode, scale) {
 function legendOf(row, mode, scale) {
   const ramp = (/** @type {string} */ hues, /** @type {string[]} */ ...texts) => h("span", { class: "ramp" }, texts[0], h("i", { class: `scale ${hues}` }), texts[1]);
   const swatches = (/** @type {string} */ name, /** @type {any[]} */ values) => [...new Set(values)].filter((value) => value !== null).map((value) => h("span", null, h("i", { class: `${name}${name === "role-" ? value : value % 6}` }), name === "role-" ? (value === "action" ? "sampled" : value) : `version ${value}`));
-  const edge = mode === "ratio" && scale < 1e-3 ? [`1 − ${num(scale)}`, `1 + ${num(scale)}`] : mode === "ratio" ? [num(Math.exp(-scale)), num(Math.exp(scale))] : [num(-scale), `${num(scale)}`];
+  const edge = mode === "ratio" && scale < 1e-3 ? [`1 − ${num(scale)}`, `1 + ${num(scale)}`] : mode === "ratio" ? [num(Math.exp(-scale)), num(Math.exp(scale))] : [num(scale && -scale), num(scale)];
   const shown = mode === "role" ? swatches("role-", row.roles) : mode === "version" ? swatches("tint-v", row.versions) : mode === "weight" ? ramp("up", "0", "1") : mode === "entropy" ? ramp("up", "0", `${num(scale)} nats`)
     : mode === "logprob" ? ramp("down", "probability 1", "0.7% or less") : ramp("both", edge[0], edge[1]);
   return h("div", { class: "legend" }, shown, mode === "role" ? "" : h("span", { class: "tint-none" }, "no number"), row.weights.includes(0) ? h("span", null, h("i", { "data-masked": true }), "not in the loss") : "");
@@ -170,6 +170,12 @@ export async function episode(main, id, step, index, query, remember) {
   return {
     j: () => go(neighbor(1)), k: () => go(position > 0 ? neighbor(-1) : undefined), g: () => { if (siblings) location.hash = link("group", id, step, index); },
     t: () => { state.view = state.view === "talk" ? "tokens" : "talk"; update(); },
+    ...Object.fromEntries(["ArrowLeft", "ArrowRight"].map((key) => [key, () => { // the tokens have no focus: the first ones get it
+      const box = /** @type {HTMLElement | null} */ (body.querySelector(".tokens"));
+      if (!box || body.querySelector(".tokens:focus")) return;
+      box.focus();
+      box.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    }])),
     c: () => { state.view = "tokens"; state.color = COLORS[(COLORS.findIndex(([mode]) => mode === state.color) + 1) % COLORS.length][0]; update(); },
   };
 }
@@ -180,7 +186,7 @@ function commandsOf(info, id, record) {
   const name = quoted(info.run), isHeldOut = id.endsWith("/held_out"), task = quoted(record.listed.key[0]);
   if (info.kind !== "run") return [`envgym show ${quoted(id)} --task ${task}`];
   return [...(info.replays ? [`envgym show ${name} --step ${record.step} --task ${task}${isHeldOut ? " --eval" : ""}`] : []), ...(info.replays && !isHeldOut ? [`envgym replay ${name} --step ${record.step} --episode ${quoted(record.id)}`] : []),
-    `envgym rollout --config ${name}/config.yaml --model ${quoted(info.id)} --task ${task} --out again.jsonl`];
+    `envgym rollout --config ${name}/config.yaml --model ${quoted(info.id)} --task ${task}${isHeldOut ? " --split test" : ""} --out again.jsonl`];
 }
 
 /** The mean advantage of an episode's tokens; null if it was not trained on. @param {any} record @returns {number | null} */

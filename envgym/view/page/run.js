@@ -57,8 +57,8 @@ export async function run(main, id) {
   }
   const bar = h("div", { class: "phases", role: "img" }), legend = h("div", { class: "legend" }), alarms = h("ul", { class: "alarms" }), logs = h("div"), checkpoints = h("ul");
   const steps = h("div", { class: "steps" }), evaluated = h("div", { class: "steps" }), settings = h("div", null, settingsOf(info)), commands = h("div");
-  const state = h("span", { class: `state ${info.state}` }, info.state), facts = h("dl", { class: "facts" });
-  main.replaceChildren(h("h1", null, id, " ", state), facts, alarms, h("div", { class: "tools" }, h("span", { class: "hint" }, "steps"), from, h("span", { class: "hint" }, "to"), to, whole, h("span", { class: "hint" }, "or drag over a curve; click a step for its episodes")), boxes,
+  const hint = h("span", { class: "hint" }), state = h("span", { class: `state ${info.state}` }, info.state), facts = h("dl", { class: "facts" });
+  main.replaceChildren(h("h1", null, id, " ", state), facts, alarms, h("div", { class: "tools" }, h("span", { class: "hint" }, "steps"), from, h("span", { class: "hint" }, "to"), to, whole, hint), boxes,
     section("Settings", settings), section("Time by phase", h("div", null, bar, legend)), section("Held-out evaluations", evaluated), section("Steps", steps), section("Checkpoints", checkpoints), section("Commands", commands), section("Logs", logs));
   /** @type {any[]} */
   let records = [];
@@ -89,6 +89,7 @@ export async function run(main, id) {
       const record = recordOf.get(step) || {};
       return h("a", { href: link("list", id, step), class: "step" }, h("b", null, String(step)), h("span", null, `reward ${num(record["reward/mean"])}`), h("span", null, `${num(record.episodes)} episodes`));
     }));
+    hint.textContent = info.steps.length ? "or drag over a curve; click a step for its episodes" : "or drag over a curve";
     checkpoints.replaceChildren(...info.checkpoints.map((/** @type {string} */ name) => h("li", null, plain(name, 100))));
     const unfolded = [...logs.querySelectorAll("[open] summary")].map((title) => title.textContent);
     logs.replaceChildren(...info.logs.map((/** @type {any} */ log) => h("details", { open: unfolded.includes(plain(log.name, 100)) }, h("summary", null, plain(log.name, 100)), h("pre", { tabindex: "0", "aria-label": `Last lines of ${plain(log.name, 100)}` }, plain(log.text)))));
