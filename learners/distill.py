@@ -46,6 +46,12 @@ class Distill(SFT):
             "teacher": RoleSpec(top_k=self.config.top_k, needs_model=True),
         }
 
+    def rows_to_score(self, groups: Sequence[Group]) -> list[Row]:
+        rows = super().rows_to_score(groups)
+        for row in rows:
+            row.drop_sampling_info()  # as the student is trained
+        return rows
+
     def prepare(self, groups: Sequence[Group]) -> list[Row]:
         rows = super().prepare(groups)
         for row in rows:

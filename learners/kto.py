@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from envgym.learner import Learner, LearnerConfig, LossAndMetrics, Outputs, RoleSpec, RowBatch
-from envgym.types import Group, Objective, Row
+from envgym.types import Episode, Group, Objective, Row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,8 +53,10 @@ class KTO(Learner):
 
     def rows_to_score(self, groups: Sequence[Group]) -> list[Row]:
         """The episodes' rows and, for the KL baseline, a mismatched row per episode."""
-        episodes = [episode for group in groups for episode in group.episodes]
-        pairs = zip(episodes, [episodes[-1], *episodes[:-1]], strict=True)
+        episodes = answered(groups)
+        for row in (row for episode in episodes for row in episode.rows):
+            row.drop_sampling_info()
+        pairs = zip(episodes, [*episodes[-1:], *episodes[:-1]], strict=True)
         self._mismatched = [mismatched_row(prompt_from=p.rows[0], answer_from=a.rows[0]) for p, a in pairs]
         return [row for e, extra in zip(episodes, self._mismatched, strict=True) for row in (*e.rows, extra)]
 
@@ -66,7 +68,7 @@ class KTO(Learner):
         log_ratios = [weighted_sum(row, row.arrays["actor"] - row.arrays["reference"]) for row in self._mismatched]
         baseline = max(0.0, float(np.mean(log_ratios)))
         rows = []
-        for episode in (episode for group in groups for episode in group.episodes):
+        for episode in answered(groups):
             assert episode.reward is not None, "a labelled answer has a reward"
             constants = {"good": float(episode.reward > 0.5), "baseline": baseline}
             for row in episode.rows:
@@ -128,6 +130,12 @@ def weighted_sum(row: Row, values: FloatArray) -> float:
 
     counts = row.loss_weights > 0
     return float(row.loss_weights[counts].astype(np.float64) @ values[counts])
+
+
+def answered(groups: Sequence[Group]) -> list[Episode]:
+    """The episodes with an answer to learn from."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    return [episode for episode in episodes if episode.rows and (episode.rows[0].loss_weights > 0).any()]
 
 
 def mismatched_row(prompt_from: Row, answer_from: Row) -> Row:

@@ -7,6 +7,7 @@ pair. So one learner serves both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ class PairLearner(Learner):
     def prepare(self, groups: Sequence[Group]) -> list[Row]:
         import numpy as np
 
-        pairs, rows = best_and_worst(groups), []
+        pairs, rows = best_and_worst(groups) or identical_pairs(groups), []
         distinct = [pair for pair in pairs if _token_ids(pair[0]) != _token_ids(pair[1])]
         self._n_identical = len(pairs) - len(distinct)
         for unit, pair in enumerate(distinct or pairs):  # a step of nothing else has a loss without a gradient
@@ -80,11 +81,20 @@ def best_and_worst(groups: Sequence[Group]) -> list[Pair]:
     """The best and the worst of each group by reward, the first among equals; no pair if all rewards are equal."""
     pairs = []
     for group in groups:
-        rewarded = [(episode.reward, episode) for episode in group.episodes if episode.reward is not None]
+        rewarded = [(e.reward, e) for e in group.episodes if e.reward is not None and e.rows]
         if len({reward for reward, _ in rewarded}) > 1:
             best, worst = (pick(rewarded, key=itemgetter(0))[1] for pick in (max, min))
             pairs.append((best, worst))
     return pairs
+
+
+def identical_pairs(groups: Sequence[Group]) -> list[Pair]:
+    """An episode and a copy of it, for a step in which all rewards of every group are equal."""
+    for episode in (episode for group in groups for episode in group.episodes if episode.rows):
+        same = copy(episode)
+        same.rows = [row.copy_with(arrays={**row.arrays}) for row in episode.rows]
+        return [(episode, same)]
+    return []
 
 
 def pair_metrics(losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor) -> MetricSums:

@@ -280,6 +280,7 @@ class EnginePool(Supervisor[PoolMember]):
         conversation = request_id.rpartition(".")[0]
         if (assigned := self._assigned.get(conversation)) is not None:
             if assigned not in live:
+                del self._assigned[conversation]  # its next turn begins anew
                 raise InvalidOutcome("engine", "the engine of the earlier turns has died", retryable=True)
             return assigned
         group = conversation.rsplit(":", 2)[0]

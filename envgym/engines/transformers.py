@@ -46,6 +46,8 @@ class Sample:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     versions: list[int] = field(default_factory=list)
+    is_late: bool = False
+    """Its last token came at the end of its time, or after it."""
 
     @property
     def sequence(self) -> list[int]:
@@ -53,9 +55,8 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        is_late = bool(self.token_ids) and time.monotonic() - self.start >= self.request.seconds
         is_full = len(self.token_ids) >= self.request.sampling.max_tokens
-        return is_full or is_late or self.stopped or self.future.cancelled()
+        return is_full or self.is_late or self.stopped or self.future.cancelled()
 
     @property
     def stopped(self) -> bool:
@@ -217,6 +218,7 @@ class TransformersEngine:
                     sample.token_ids.append(token)
                     sample.logprobs.append(logprob)
                     sample.versions.append(version)
+                    sample.is_late = time.monotonic() - sample.start >= sample.request.seconds
                     if sample.finished and not sample.future.done():
                         sample.future.set_result(sample.generation())
                 await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,8 @@ async def generated_episodes(
     for index, row in enumerate(rows):
         task = read_task(row, rows.location(index), rows.name(index))
         task = gold.find(task) if gold is not None else task
-        task = tasks.setdefault((prompt_key(task), repr(task.answer)), task)
+        first = tasks.setdefault((prompt_key(task), repr(task.answer)), task)
+        task = replace(task, id=first.id)  # with its row's fields, which may hold other options or tests
         for text in _completions(row, completion, rows.location(index)):
             group = f"generated/{task.id}"
             episodes.append(unscored_episode(spec, task, [Message("assistant", text)], group, counts[group]))

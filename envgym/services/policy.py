@@ -74,8 +74,8 @@ class PolicyClient(ChatClient):
         if sampling.seed is None and bound.deterministic:
             sampling = replace(sampling, seed=int(digest[:8], 16) >> 1)  # the same request gets the same answer
         # Lockstep batches are sorted by id: the digest comes first in it, so that the order does not depend on timing.
-        # The count makes it unique, and decides only between equal requests.
-        name = f"{self._name}.{digest[:16]}.{self.counters['requests']:08d}"
+        # The count makes it unique, and decides only between equal requests. The last part is the turn's.
+        name = f"{self._name}.{digest[:16]}-{self.counters['requests']:08d}.0"
         request = Request(name, int_array(ids), sampling, images=images)
         generation = await (lockstep or bound.engine).generate(request)
         return dialogue.add_policy_turn(generation.token_ids).text

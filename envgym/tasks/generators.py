@@ -84,9 +84,13 @@ class EndlessTasks(TaskSet):
             if self._count == 0 or index < self._count - len(self._last):
                 self._tasks, self._count = self._read(), 0
                 self._last.clear()
-            while self._count <= index:
-                self._last.append(next(self._tasks))
-                self._count += 1
+            try:
+                while self._count <= index:
+                    self._last.append(next(self._tasks))
+                    self._count += 1
+            except BaseException:  # the iterator is over: the next call starts it again, and raises this again
+                self._count = 0
+                raise
             return self._last[index - self._count]
 
     def _read(self) -> Iterator[Task]:

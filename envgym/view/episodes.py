@@ -16,6 +16,7 @@ from envgym.episodes.record import excerpt
 from envgym.errors import DataError
 from envgym.net.client import json_object
 from envgym.render.renderer import check_tokenizer
+from envgym.settings import leaves
 
 from .reading import EPISODE, GROUP, LISTED, RECORD, ROW, Parquet, complete_lines, regular, unpacked_size
 from .sources import Source
@@ -119,8 +120,9 @@ class Listing:
     def search(self, text: str) -> list[int]:
         """The indices of the episodes that contain a text, ignoring case."""
         records = self._records(("messages", "task"))
-        texts = (json.dumps([record["messages"], _task_of(record)], ensure_ascii=False) for record in records)
         needle = text.casefold()
+        values = (leaves([record["messages"], _task_of(record)]) for record in records)
+        texts = ("\n".join(str(value) for value in of_episode if value is not None) for of_episode in values)
         return [index for index, content in enumerate(texts) if needle in content.casefold()]
 
     # -- Parquet: columns, and groups of a few rows ------------------------------------------------------------
@@ -156,19 +158,25 @@ class Listing:
     # -- lines of JSON -----------------------------------------------------------------------------------------
 
     def _scan_lines(self) -> None:
+        """A later line of an episode, after the judging of its group, replaces the earlier one (see `Journal`)."""
         columns: dict[str, list[Any]] = {name: [] for name in (*TEXTS, *NUMBERS)}
         starts, size = array("q"), 0
+        positions: dict[tuple[Any, ...], int] = {}
         for start, _, line in complete_lines(self.path, EPISODE):
             try:
-                values = _row_columns(json.loads(line))
+                record = json.loads(line)
+                values = _row_columns(record)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise DataError(f"{self.path}, byte {start}: this is not an episode") from None
             size += sum(map(sys.getsizeof, values.values()))
             if size > LISTED:
                 raise DataError(f"{self.path} has lists of more than {LISTED >> 20} MiB: they are not shown")
-            starts.append(start)
+            names = ("group", "member", "id", "key", "seconds")
+            identity = (*(values[name] for name in names), hash(json.dumps(record["messages"])))
+            position = positions.setdefault(identity, len(starts))
+            starts[position : position + 1] = array("q", [start])
             for name, column in columns.items():
-                column.append(values[name])
+                column[position : position + 1] = [values[name]]
         self._starts, self._columns = starts, dict(columns)
 
 

@@ -58,12 +58,13 @@ def check(folder: str, state: Mapping[str, Any], settings: WorkersConfig, learne
 
 def load(engine: Any, folder: Path) -> None:
     """Restore DeepSpeed's engine from a DeepSpeed checkpoint of another layout."""
-    trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    restore_parameters(engine, parameters(folder, trained))
+    trained = [item for item in engine.module.named_parameters() if item[1].requires_grad]
+    trained.sort(key=lambda item: hasattr(item[1], "of_vision"))  # the order of the optimizer's groups
+    restore_parameters(engine, parameters(folder, [name for name, _ in trained]))
 
 
 def parameters(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, ParameterState]]:
-    """The trained parameters of a checkpoint, one by one. `names`: the model's, in order."""
+    """The trained parameters of a checkpoint, one by one. `names`: the model's, in the optimizer's order."""
     read = partial(zero.read, mapped=True)
     shards = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank)
     if not shards:

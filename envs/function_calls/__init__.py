@@ -11,7 +11,7 @@ from envgym.env.data import DataEnvConfig, DataEnvSpec
 from envgym.errors import DataError
 from envgym.types import Action, Message, Observation, Task, ToolCall, ToolSpec, as_messages
 
-from .comparison import are_right, example_calls, is_well_formed, tool_name
+from .comparison import are_right, example_calls, is_function, is_well_formed, tool_name
 
 NO_CALL = "None of these functions can do that."
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
@@ -33,7 +33,9 @@ class FunctionCallsEnv(Env):
 
     async def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, Info]:
         functions = self.spec.functions(self.task)
-        tools = [ToolSpec(tool_name(f["name"]), f["description"], _json_schema(f["parameters"])) for f in functions]
+        tools = [
+            ToolSpec(tool_name(f["name"]), f.get("description", ""), _json_schema(f["parameters"])) for f in functions
+        ]
         return Observation(messages=as_messages(self.task.prompt), tools=tuple(tools)), {}
 
     async def step(self, action: Action) -> StepResult:
@@ -54,12 +56,18 @@ class FunctionCalls(DataEnvSpec):
     answer_required = False
 
     def functions(self, task: Task) -> list[Mapping[str, Any]]:
-        functions: list[Mapping[str, Any]] = task.fields[self.config.functions]
-        return functions
+        """The functions of a task, also in the form of the OpenAI API, `{"type": "function", "function": {...}}`."""
+        functions = task.fields[self.config.functions]
+        return [f["function"] if isinstance(f, dict) and "function" in f else f for f in functions]
 
     def check_task(self, task: Task) -> None:
         if not isinstance(task.fields.get(self.config.functions), list):
             raise DataError(f"task {task.key} has no list {self.config.functions!r}; env.functions names another field")
+        if not all(map(is_function, self.functions(task))):
+            raise DataError(
+                f"task {task.key}: each of {self.config.functions!r} is a function with `name`, `description` and "
+                "`parameters`, whose `properties` are JSON schemas"
+            )
         if not is_well_formed(task.answer, self.functions(task)):
             raise DataError(
                 f"task {task.key}: the answer is a list of calls of its functions, each "

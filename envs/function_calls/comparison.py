@@ -39,6 +39,16 @@ def are_right(calls: Sequence[ToolCall], answer: Any, functions: Sequence[Functi
     return True
 
 
+def is_function(value: Any) -> bool:
+    """True if `value` describes a function: its name, and the properties of its parameters."""
+    if not (
+        isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("parameters"), dict)
+    ):
+        return False
+    properties = value["parameters"].get("properties", {})
+    return isinstance(properties, dict) and all(isinstance(schema, dict) for schema in properties.values())
+
+
 def is_well_formed(answer: Any, functions: Sequence[Function]) -> bool:
     """True if every call of `answer` names one of the functions and lists allowed values."""
     if not isinstance(answer, list):
@@ -72,7 +82,7 @@ def _expected(answer: Any, functions: Sequence[Function]) -> list[tuple[Function
 
 def _is_right(call: ToolCall, function: Function, allowed: Mapping[str, list[Any]]) -> bool:
     arguments, schema = call.arguments, function["parameters"]
-    properties = schema["properties"]
+    properties = schema.get("properties", {})
     if call.error or call.name != tool_name(function["name"]):
         return False
     if not {*schema.get("required", ())} <= arguments.keys() <= properties.keys() & allowed.keys():
@@ -83,9 +93,10 @@ def _is_right(call: ToolCall, function: Function, allowed: Mapping[str, list[Any
 
 
 def _is_allowed(value: Any, allowed: list[Any], schema: Mapping[str, Any]) -> bool:
-    declared = TYPES.get(schema["type"], str)
-    items = TYPES.get((schema.get("items") or {}).get("type", "any"), str) if declared is list else None
-    if schema["type"] in ("float", "number") and type(value) is int:
+    type_name = _type_name(schema)
+    declared = TYPES.get(type_name, str)
+    items = TYPES.get(_type_name(schema.get("items") or {}), str) if declared is list else None
+    if type_name in ("float", "number") and type(value) is int:
         value = float(value)
     # Where the allowed values are of another type, such as the name of a variable, that is the right one.
     allowed_type = _type_of_first(allowed) or declared
@@ -103,6 +114,11 @@ def _is_allowed(value: Any, allowed: list[Any], schema: Mapping[str, Any]) -> bo
     if declared is list:
         return [_plain(item) for item in value] in [[_plain(item) for item in form] for form in allowed]
     return _plain(value) in [_plain(form) for form in allowed]
+
+
+def _type_name(schema: Mapping[str, Any]) -> str:
+    """The name of a schema's type; `any` if it names none, or several."""
+    return name if isinstance(name := schema.get("type"), str) else "any"
 
 
 def _has_items(value: list[Any], form: Any, declared: type) -> bool:

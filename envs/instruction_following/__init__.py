@@ -72,6 +72,8 @@ class InstructionFollowing(DataEnvSpec):
                 CHECKS[id]("A text.", values)
             except KeyError as error:
                 raise DataError(f"task {task.key}: the instruction {id} lacks its argument {error}") from None
+            except (TypeError, AttributeError, ValueError) as error:
+                raise DataError(f"task {task.key}: arguments of the instruction {id} are wrong: {error}") from None
 
     def instructions(self, task: Task) -> list[tuple[str, dict[str, Any]]]:
         """The ids of a task's instructions, each with its arguments. Null is no argument."""

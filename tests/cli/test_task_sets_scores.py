@@ -72,6 +72,16 @@ def test_several_completions_of_a_prompt_are_one_group(score, tmp_path):
     assert groups == [(groups[0][0], 0), (groups[0][0], 1), (groups[2][0], 0), (groups[0][0], 2)]
 
 
+def test_rows_with_one_prompt_and_answer_are_graded_by_their_fields(score):
+    """The options of the two questions differ."""
+    rows = [
+        {"question": "Which is true?", "choices": ["red", "green"], "answer": "A", "completion": r"\boxed{red}"},
+        {"question": "Which is true?", "choices": ["one", "two"], "answer": "A", "completion": r"\boxed{one}"},
+        {"question": "Which is true?", "choices": ["one", "two"], "answer": "A", "completion": r"\boxed{red}"},
+    ]
+    assert score(rows, "--env", "multiple_choice") == [1.0, 1.0, 0.0]
+
+
 def test_samples_of_lm_eval_hold_the_row_in_doc(score):
     rows = [
         {"doc_id": n, "doc": row, "target": row["answer"], "arguments": [["Q: …", {}]], "resps": [[text]],

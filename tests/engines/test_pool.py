@@ -142,6 +142,7 @@ def test_what_a_dead_engine_was_at_fails_and_another_takes_its_place():
         assert failure.value.kind == "engine"
         with pytest.raises(InvalidOutcome, match="engine of the earlier turns has died"):  # no episode has two engines
             await world.ask(*turns(0, members=1, turn=2))
+        await world.ask(*turns(0, members=1))  # an evaluation's episode of the same id
         await asyncio.sleep(0.01)
         assert victim.closed
         assert joined == [world.fakes[2]]

@@ -4,6 +4,9 @@ import asyncio
 import json
 import math
 import shutil
+import time
+from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,3 +106,33 @@ def test_an_engine_that_sleeps_gives_its_memory_back(tiny_model, monkeypatch):
     engine._device = torch.device("cuda")
     asyncio.run(engine.sleep(1))
     assert calls == ["cpu"]
+
+
+def test_time_that_runs_out_during_a_forward_pass_ends_the_turn_after_it():
+    """Alone, and beside a request that goes on."""
+
+    class Slow:
+        def __call__(self, ids, **settings):
+            time.sleep(0.02)
+            return SimpleNamespace(logits=torch.zeros(len(ids), 1, 11), past_key_values=1)
+
+    engine = object.__new__(TransformersEngine)
+    vars(engine).update(
+        _device=torch.device("cpu"), _model=Slow(), _max_model_len=100, _end_tokens=(), _version=0, _steps=0,
+        _generator=torch.Generator().manual_seed(0), _waiting=[], _sampling=None, _may_step=asyncio.Event(),
+    )  # fmt: skip
+    engine._may_step.set()
+
+    async def lengths(*seconds):
+        sampling = SamplingParams(max_tokens=20)
+        requests = [Request(f"r{n}", array("i", [1, 2]), sampling, limit) for n, limit in enumerate(seconds)]
+        results = await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests)), 20)
+        return [len(generation.token_ids) for generation in results]
+
+    async def main():
+        [alone] = await lengths(0.09)
+        late, free = await lengths(0.09, math.inf)
+        assert 0 < alone < 20
+        assert 0 < late < free == 20
+
+    asyncio.run(main())

@@ -18,6 +18,7 @@ PROPERTIES = {
     "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "float"}, "sure": {"type": "boolean"},
     "words": {"type": "array", "items": {"type": "string"}}, "point": {"type": "tuple", "items": {"type": "float"}},
     "item": ITEM, "items": {"type": "array", "items": ITEM}, "thing": {"type": "any"},
+    "untyped": {"enum": ["Rome", 3]},
 }  # fmt: skip
 DRAW = {"name": "art.draw", "description": "Draw.", "parameters": {"type": "dict", "properties": PROPERTIES}}
 ERASE = {"name": "erase", "description": "Erase.", "parameters": {"type": "dict", "properties": {}, "required": []}}
@@ -53,6 +54,9 @@ VERDICTS = [
     ("items", [[{"size": [1]}]], [{"size": 1}, {"size": 1}], False),
     ("thing", [None, ""], None, True),
     ("unknown", [1], 1, False),
+    ("untyped", ["Rome"], "rome", True),
+    ("untyped", [3], 3, True),
+    ("untyped", ["Rome"], "Paris", False),
 ]
 
 
@@ -100,8 +104,14 @@ def written(folder, rows):
     return {"test_path": str(path)}
 
 
-def test_the_policy_reads_a_schema_and_names_without_dots(tmp_path):
-    row = {"question": "Draw.", "functions": [DRAW], "answer": [{"art.draw": {"point": [[1.5]]}}], "category": "easy"}
+@pytest.mark.parametrize("function", [DRAW, {"type": "function", "function": DRAW}])
+def test_the_policy_reads_a_schema_and_names_without_dots(tmp_path, function):
+    row = {
+        "question": "Draw.",
+        "functions": [function],
+        "answer": [{"art.draw": {"point": [[1.5]]}}],
+        "category": "easy",
+    }
 
     async def main():
         async with envgym.spec(NAME, data=written(tmp_path, [row])) as spec:
@@ -127,6 +137,8 @@ def test_the_policy_reads_a_schema_and_names_without_dots(tmp_path):
         ({"answer": None}, "the answer is a list of calls of its functions"),
         ({"answer": [{"erase": {"a": 1}}]}, "the answer is a list of calls of its functions"),
         ({"answer": [{"other": {}}]}, "the answer is a list of calls of its functions"),
+        ({"functions": [{"name": "erase"}]}, "each of 'functions' is a function with `name`, `description` and `param"),
+        ({"functions": ["erase"]}, "each of 'functions' is a function with `name`, `description` and `parameters`"),
     ],
 )
 def test_a_row_that_cannot_be_graded_is_refused(change, message, tmp_path):

@@ -44,6 +44,14 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn():
     assert torch.isfinite(top.grad).all()
 
 
+def test_the_teacher_scores_at_the_temperature_of_the_student():
+    row = Row([Segment("prompt", [1, 2]), Segment("action", [5, 6], temperature=0.7)])
+    episode = Episode("e", Task("t"), Outcome.finish(), [row])
+    learner = Distill(DistillConfig(name="distill", top_k=2))
+    [scored] = learner.rows_to_score(number_rows([Group("g", Task("t"), [episode])]))
+    assert scored.temperatures is None
+
+
 @pytest.mark.parametrize("coef", [0.0, 0.4, 1.0])
 def test_the_loss_mixes_answers_and_teacher(coef):
     learner = Distill(DistillConfig(name="distill", kd_coef=coef, top_k=2))

@@ -53,6 +53,18 @@ def test_identical_pairs_are_left_out_and_counted():
     assert len(learner.prepare(scored([same]))) == 2  # a step has samples
 
 
+def test_a_step_of_equal_rewards_has_a_loss_without_a_gradient():
+    rows, outputs = step(make(), [group(answer(0.0, [-1.0, -2.0]), answer(0.0, [-3.0, -1.0]))], [[-2.0, -2.5]] * 2)
+    assert [row.arrays["chosen"][0] for row in rows] == [1.0, 0.0]
+    assert loss_of(make(), rows, outputs)[0] == pytest.approx(math.log(2))
+
+
+def test_a_member_without_rows_is_in_no_pair():
+    """One that failed before its first turn, with `rollout.failed_reward`."""
+    rowless = Episode("e", Task("t"), Outcome.fail("environment", "broken"), rows=[], reward=-1.0)
+    assert [len(row) for row in make().prepare(scored([group(*PAIR.episodes, rowless)]))] == [4, 3]
+
+
 def loss_of(learner, rows, outputs, cut=None):
     normalizers = learner.loss_normalizers(rows)
     total, summed = 0.0, {}

@@ -41,6 +41,22 @@ def test_each_prompt_is_followed_by_the_answer_before_it():
     assert [row.loss_weights.tolist() for row in rows[1::2]] == [[0, 0, 1, 1, 1], [0, 1, 1], [0, 0, 0, 1]]
 
 
+def test_episodes_without_an_answer_are_left_out():
+    """One that failed before its first turn, and a demonstration whose turns have weight 0."""
+    rowless = Group("g", Task("t"), [Episode("e", Task("t"), Outcome.fail("environment", "broken"), [], -1.0)])
+    unweighted = answer([7], [17], 1.0)
+    unweighted.episodes[0].rows[0].segments[1].loss_weights[0] = 0.0
+    rows = prepared(KTO(KTOConfig(name="kto")), [rowless, *GROUPS, unweighted], lambda t: -1.0, lambda t: -1.0)
+    assert [len(row) for row in rows] == [4, 2, 6]
+
+
+def test_sampled_answers_are_scored_at_temperature_1():
+    episode = answer([1, 2], [11, 12], 1.0).episodes[0]
+    episode.rows[0].segments[1].temperature = 0.7
+    rows = KTO(KTOConfig(name="kto")).rows_to_score(number_rows([Group("g", Task("t"), [episode])]))
+    assert [row.temperatures for row in rows] == [None, None]
+
+
 def test_a_prompt_has_its_images_before_any_answer():
     learner, span = KTO(KTOConfig(name="kto")), ImageSpan("ab" * 32, 1, 2)
     groups = [answer([1, 9, 9, 2], [11, 12], 1.0), answer([3], [13], 0.0)]

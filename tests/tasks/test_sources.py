@@ -221,6 +221,20 @@ def test_a_generator_that_ends(code):
     assert prompts(load(f"{path}:forever", limit=3, test_fraction=0).train) == ["q0", "q1", "q2"]
 
 
+def test_an_endless_generator_that_ends_says_so_each_time(code):
+    tasks = load(f"{code(ROWS)}:some", endless=True, test_fraction=0).train
+    for index in (40, 0, 40):
+
+        async def get(index=index):
+            return await asyncio.wait_for(tasks.get(index), 10)
+
+        if index:
+            with pytest.raises(DataError, match=r"some ended after 30 rows: it is not endless"):
+                asyncio.run(get())
+        else:
+            assert asyncio.run(get()).prompt == "q0"
+
+
 def test_an_endless_generator_is_read_as_far_as_it_is_asked(code):
     splits = load(f"{code(ROWS)}:forever", endless=True, test_fraction=0.2)
     assert (splits.train.size, splits.test.size) == (None, None)

@@ -88,6 +88,31 @@ def test_metrics_are_followed_from_where_one_was(tree):
     assert [record["step"] for record in answers(f"metrics|{name}|{more['offset']}")["records"]] == [5]
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize(
+    ("text", "indices"),
+    [(r"2 \times 3", [0]), (r"\FRAC{12}", [0]), ('say "hi"', [0]), ("<|im_end|>", [1]), ("a|b", [1]), ("none", [])],
+)
+def test_a_search_is_for_the_text_as_it_is(tmp_path, suffix, text, indices):
+    texts = (r'It is 2 \times 3 = \frac{12}{2}? say "hi"', "a|b <|im_end|>")
+    write_episodes(tmp_path / f"some{suffix}", [made(n, 0, text) for n, text in enumerate(texts)])
+    answers = Answers([tmp_path / f"some{suffix}"])
+    [name] = answers.sources
+    assert answers(f"search|{name}|0|{text}") == indices
+
+
+def test_an_episode_that_was_written_again_is_in_the_list_as_it_is_now(tmp_path):
+    """After the judging of its group, or the withdrawal of its score."""
+    episodes = [made(n, 0, reward=1.0) for n in range(3)]
+    withdrawn = made(1, 0, reward=1.0)
+    withdrawn.score = None
+    write_episodes(tmp_path / "some.jsonl", [*episodes, withdrawn])
+    answers = Answers([tmp_path / "some.jsonl"])
+    [name] = answers.sources
+    assert listing(answers.sources[name], 0).column("score") == [1.0, None, 1.0]
+    assert listing(answers.sources[name], 0).record(1)["score"] is None
+
+
 def bytes_read():
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 

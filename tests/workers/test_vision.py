@@ -101,6 +101,25 @@ def test_a_tower_decays_in_steps_with_images_alone(
     assert changes == [language_model, language_model, language_model | decayed, language_model]
 
 
+def test_a_state_of_a_trained_tower_goes_on_at_another_stage(make_worker, vision_model, normalizers, tmp_path):
+    """The optimizer has the language model's parameters first, the model the tower's."""
+    samples = [row.copy_with(token_ids=np.maximum(row.token_ids, PREFIX[-1])) for row in learning_rows()]
+    images = ImageConfig(str(tmp_path / "images"))
+    weights = {}
+    for zero_stage in (0, 2):
+        worker = make_worker(str(vision_model("llava")), zero_stage, images=images)
+        if zero_stage == 0:
+            learn(worker, normalizers, samples, with_images=True)
+            worker.save_state(str(tmp_path / "state"))
+        else:
+            worker.load_state(str(tmp_path / "state"))
+        learn(worker, normalizers, samples, with_images=True)
+        export(worker, tmp_path / "weights")
+        weights[zero_stage] = load_file(tmp_path / "weights")
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[2][name], tensor, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "zero_stage"), [("qwen3_vl", 0), ("gemma3", 2), ("llava", 3)])
 def test_texts_leave_the_tower_as_it_is(make_worker, vision_model, normalizers, tmp_path, kind, zero_stage):
     """Also with weight decay, which would shrink what has no gradient."""

@@ -131,6 +131,10 @@ def test_the_reward_is_for_all_instructions_or_the_share_of_them(tmp_path, packa
         ({"kwargs": [{}]}, "instruction_id_list and kwargs are lists of equal length"),
         ({"instruction_id_list": ["punctuation:no_commas"], "kwargs": [{}]}, "Did you mean 'punctuation:no_comma'?"),
         ({"kwargs": [None, {"num_words": 3}]}, "length_constraints:number_words lacks its argument 'relation'"),
+        (
+            {"kwargs": [None, {"num_words": "3", "relation": "at least"}]},
+            "arguments of the instruction length_constraints:number_words are wrong",
+        ),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_graded_is_refused(change, message, tmp_path, packages):
