@@ -315,11 +315,12 @@ def policy_of_run(folder: Path) -> Path:
     """The model folder of a run, from its last training stage; `folder` itself if it is no run's."""
     if not (folder / "config.yaml").is_file():
         return folder
-    stages = read_yaml(folder / "config.yaml").get("stages")
-    if not isinstance(stages, list):
-        raise ConfigError(f"{folder} holds no model, and is not the folder of a run")
-    names = [stage_name(stage.get("name"), stage["learner"]["name"]) for stage in stages]
-    kinds = [stage.get("kind", "train") for stage in stages]
+    stages: Any = read_yaml(folder / "config.yaml").get("stages")
+    try:
+        names = [stage_name(stage.get("name"), stage["learner"]["name"]) for stage in stages]
+        kinds = [stage.get("kind", "train") for stage in stages]
+    except (AttributeError, KeyError, TypeError):  # written by hand, or another program's
+        raise ConfigError(f"{folder} holds no model, and is not the folder of a run") from None
     trained = [path for path, kind in zip(stage_folders(folder, names), kinds, strict=True) if kind == "train"]
     if not trained:
         raise ConfigError(f"run {folder} trains no policy")

@@ -146,9 +146,12 @@ def _models_of(stage: Mapping[str, Any]) -> list[tuple[str, type[BaseModel]]]:
 
 
 def config_class(kind: str, name: Any) -> type[BaseModel]:
-    """The settings class of a learner or an agent; the base class if nothing has that name."""
+    """The settings class of a learner or an agent; the base class if nothing has that name, or it is not text."""
+    base = LearnerConfig if kind == "learner" else AgentConfig
+    if not isinstance(name, str):  # reported when the stage is validated
+        return base
     try:
         component: type[Learner] | type[Agent] = load_component("learner" if kind == "learner" else "agent", name)
     except EnvgymError:  # removed since, or replaced by a later layer
-        return LearnerConfig if kind == "learner" else AgentConfig
+        return base
     return component.Config

@@ -55,6 +55,8 @@ def resolve(
     from_file = expand_keys(read_yaml(Path(file))) if file is not None else {}
     chosen_recipe = overrides.get("recipe") or recipe
     recipe = chosen_recipe or from_file.get("recipe") or DEFAULT_RECIPE
+    if not isinstance(recipe, str):
+        raise ConfigError(f"key 'recipe': must be text, got {recipe!r:.60}: a recipe's name, or the path of its file")
     if misplaced := [key for key in OF_NEW_MODEL if key in from_file or key in overrides]:
         raise ConfigError(f"{misplaced[0]} belongs in the file of a recipe, which makes the model of --model FILE.yaml")
     is_saved = isinstance(from_file.get("stages"), list)  # a saved config is complete: no layer lies below it
@@ -83,11 +85,11 @@ def _recipe_layers(recipe: str, from_file: Mapping[str, Any], overrides: Mapping
     if "new_model" in recipe_settings:
         recipe_settings.setdefault("model", recipe)
     model = {"model": DEFAULT_MODEL, **recipe_settings, **from_file, **overrides}["model"]
-    engine = component_mapping(merge(from_file, overrides).get("engine"), "kind")
+    caller = merge(merge({}, from_file), overrides)  # which checks the components of both
+    engine = component_mapping(caller.get("engine"), "kind")
     # An API's model is not the local model of that name.
     is_api = isinstance(engine, Mapping) and engine.get("kind") == "openai"
     model_settings, stages = {} if is_api else settings_of_model(model), {"stages": recipe_settings.pop("stages", [])}
-    caller = merge(from_file, overrides)
     learner = component_mapping(caller.get("learner", {})).get("name")
     rates = rates_of_recipe(recipe, None if recipe == DEFAULT_RECIPE else learner)  # those serve all its relatives
     if rates and not is_api and (billions := size_of(model)):
@@ -277,18 +279,22 @@ def _name_stages(stages: Sequence[LayeredStage]) -> None:
 
 def settings_of_model(model: Any) -> dict[str, Any]:
     """The default settings of runs on `model`: the `model_settings` of the recipe that makes it, or the rendering and
-    sampling settings of the run that left the model or checkpoint."""
+    sampling settings of the run that left the model or checkpoint. Empty if its folder has no run's saved config."""
     if isinstance(model, str) and makes_model(model):
         settings: dict[str, Any] = load_recipe(model).get("model_settings", {})
         return settings
     run, index = run_of_checkpoint(Path(str(model))) or (Path(str(model)), -1)
     saved = run / "config.yaml"
-    if not saved.is_file() or not (stages := read_yaml(saved).get("stages")):
+    stages = read_yaml(saved).get("stages") if saved.is_file() else None
+    if not stages or not isinstance(stages, list):
         return {}
     stage = stages[index if index < len(stages) else -1]
-    render = RenderConfig.model_validate(stage["render"])
-    return {
-        "render": {"kind": render.kind, "keep_thoughts": render.keep_thoughts},  # the tokenizer has the template
-        "engine": {"max_model_len": stage["engine"]["max_model_len"]},
-        "rollout": {"max_tokens": stage["rollout"]["max_tokens"]},
-    }
+    try:
+        render = validate_settings(RenderConfig, component_mapping(stage["render"], "kind"), f"{saved}: render")
+        return {
+            "render": {"kind": render.kind, "keep_thoughts": render.keep_thoughts},  # the tokenizer has the template
+            "engine": {"max_model_len": stage["engine"]["max_model_len"]},
+            "rollout": {"max_tokens": stage["rollout"]["max_tokens"]},
+        }
+    except (KeyError, TypeError):  # written by hand: a saved config has them all
+        return {}

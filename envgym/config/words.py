@@ -61,18 +61,20 @@ def nest_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def expand_keys(settings: Any, depth: int = 1) -> Any:
     """The settings of a run, or of its stages, with dotted keys (`learner.lr`, and `kl.coef` in `learner`) as nested
-    ones, down to `depth` groups within groups. Deeper mappings have keys of their own."""
+    ones, down to `depth` groups within groups. Deeper mappings have keys of their own. Raises `ConfigError` for a key
+    that is not text."""
     if isinstance(settings, list):
         return [expand_keys(stage, depth) for stage in settings]
     if not isinstance(settings, Mapping) or depth < 0:
         return settings
+    if invalid := [key for key in settings if not isinstance(key, str)]:
+        raise ConfigError(f"key {invalid[0]!r}: must be text, the name of a setting")
     is_list = isinstance(settings.get("stages"), list)
     depths = {"roles": 2, "model_settings": 1, "stages": 1 if is_list else 2} if depth == 1 else {}
     expanded = {
-        key: value if "." in str(key) else expand_keys(value, depths.get(key, depth - 1))
-        for key, value in settings.items()
+        key: value if "." in key else expand_keys(value, depths.get(key, depth - 1)) for key, value in settings.items()
     }
-    return nest_keys(expanded.items()) if any("." in str(key) for key in expanded) else expanded
+    return nest_keys(expanded.items()) if any("." in key for key in expanded) else expanded
 
 
 def dotted_keys(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

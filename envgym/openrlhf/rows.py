@@ -89,8 +89,10 @@ def _pairs(rows: list[Row]) -> list[Row]:
 
 def _add_rewards(rows: list[Row], template: str, *, normalize: bool) -> list[Row]:
     rewards = [float(row["reward"]) for row in rows]
-    mean, std = (statistics.fmean(rewards), statistics.stdev(rewards)) if normalize else (0.0, 1.0)
+    mean, std = 0.0, 1.0
+    if normalize:
+        mean, std = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     for row, reward in zip(rows, rewards, strict=True):
-        row["reward"] = (reward - mean) / std
+        row["reward"] = (reward - mean) / (std or 1.0)  # equal rewards have none
         row["input"] = template.replace("{reward}", f"{row['reward']:.2f}").replace("{input}", row["input"])
     return rows

@@ -14,7 +14,7 @@ from envgym.yaml_files import read_yaml
 FILE = Path(__file__).with_name("flags.yaml")
 TRAINING = ("train_sft", "train_rm", "train_prm", "train_dpo", "train_kto", "train_kd", "train_ppo_ray")
 PROGRAMS = (*TRAINING, "batch_inference", "lora_combiner", "serve_rm")
-MAX_VALUES = {"flag": 0, "one": 1, "pair": 2, "many": 1000}
+MAX_VALUES = {"flag": 0, "one": 1, "number": 1, "pair": 2, "many": 1000}
 
 
 UNCHANGED = object()
@@ -138,7 +138,8 @@ def _value(program: str, flag: Flag, values: Sequence[str]) -> Any:
         values = [part for value in values for part in value.split(",")]
         return values[0] if len(values) == 1 else values
     parsed = [_parse_number(value) for value in values]
-    if isinstance(flag.default, int | float) and (texts := [value for value in parsed if isinstance(value, str)]):
+    is_number = flag.kind in ("number", "pair") or isinstance(flag.default, int | float)
+    if is_number and (texts := [value for value in parsed if isinstance(value, str)]):
         raise ConfigError(f"{program}: --{flag.name} is a number, not {texts[0]!r}")
     return parsed if flag.kind == "pair" else parsed[0]
 

@@ -188,7 +188,7 @@ def _set_reward(flags: Flags, translation: Translation) -> None:
 
 
 def _set_loss(flags: Flags, translation: Translation) -> None:
-    """Set the loss and the number of optimizer steps per rollout."""
+    """Set the loss and the number of optimizer steps per rollout. Raises `ConfigError` for an empty batch."""
     settings = translation.settings
     if flags["overlong_buffer_len"]:
         settings["learner.shaping.overlong_length"] = settings["rollout.max_tokens"]
@@ -222,6 +222,8 @@ def _set_loss(flags: Flags, translation: Translation) -> None:
     if flags["pretrain_data"]:
         settings |= source_settings(flags, "pretrain_data", "pretrain_data_probs", "pretrain")
     episodes, batch = flags["rollout_batch_size"] * flags["n_samples_per_prompt"], flags["train_batch_size"]
+    if batch <= 0:
+        raise ConfigError(f"train_ppo_ray: --train_batch_size is 1 or more, not {batch}")
     settings["learner.minibatches"] = max(1, round(episodes / batch))
 
 

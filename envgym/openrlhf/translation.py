@@ -177,8 +177,8 @@ def schedule_settings(name: str, flags: Flags, floor_flag: str, prefix: str = "l
 
 def source_settings(flags: Flags, paths_flag: str, weights_flag: str, key: str = "data") -> dict[str, Any]:
     """The settings under `key` of the data in a flag: one path, or several with their weights. Without weights the
-    sources follow each other. Raises `ConfigError` for a script, for a folder on the hub, and for another number of
-    weights than paths."""
+    sources follow each other. Raises `ConfigError` for a script, for a folder on the hub, for another number of weights
+    than paths, and for weights that are no numbers."""
     paths = [path.strip() for path in str(flags[paths_flag]).split(",")]
     if scripts := [path for path in paths if path.endswith(".py")]:
         raise ConfigError(
@@ -196,7 +196,12 @@ def source_settings(flags: Flags, paths_flag: str, weights_flag: str, key: str =
         raise ConfigError(
             f"{flags.program}: --{paths_flag} names {len(paths)} sources, --{weights_flag} {len(weights)}"
         )
-    return settings | {f"{key}.sources.s{number}.weight": float(weight) for number, weight in enumerate(weights, 1)}
+    try:
+        return settings | {f"{key}.sources.s{number}.weight": float(weight) for number, weight in enumerate(weights, 1)}
+    except ValueError:
+        raise ConfigError(
+            f"{flags.program}: --{weights_flag} takes a number for each source, not {flags[weights_flag]}"
+        ) from None
 
 
 def set_template(flags: Flags, translation: Translation, key: str, suffix: str = "") -> None:

@@ -12,6 +12,7 @@ from envgym.config.schema import RunConfig, StageConfig
 from envgym.config.words import merge, parse_overrides
 from envgym.errors import ConfigError, DataError, DroppedSettings, EnvgymError, NameNotFound
 from envgym.rollout.config import RolloutConfig
+from envgym.run_folder import policy_of_run
 
 ENV = {"env": "math_verify"}
 
@@ -472,6 +473,8 @@ REFUSED = {
     "learner=gpro": "there is no learner 'gpro'. Did you mean 'grpo'?",
     "agent=single_tun": "there is no agent 'single_tun'. Did you mean 'single_turn'?",
     "agent=3": "key 'agent' is a name, or a name and settings, not 3",
+    "learner.name=3": "key 'learner.name': must be text, got 3",
+    "recipe=3": "key 'recipe': must be text, got 3: a recipe's name, or the path of its file",
     # settings that contradict each other, files that are not there
     "rollout.group_size=1": "the episodes of one task: rollout.group_size must be at least 2, not 1",
     "data.path=none.jsonl": "data.path: there is no file or folder none.jsonl",
@@ -559,6 +562,12 @@ def test_a_replay_has_no_groups_to_compare():
         ("rollout:\n  tasks: 1\n  tasks: 2", r"bad.yaml:3: not valid YAML \(key 'tasks' is given twice\)"),
         ("learner: {lr: 1, lr: 2}", r"bad.yaml:1: not valid YAML \(key 'lr' is given twice\)"),
         ("- 1\n- 2", r"bad.yaml: a config file holds `key: value` pairs, not a list"),
+        ("learner:\n  # lr: 1", "key 'learner' is a name, or a name and settings, not None"),
+        ("learner: [a]", r"key 'learner' is a name, or a name and settings, not \['a'\]"),
+        ("learner: {name: 3}", "key 'learner.name': must be text, got 3"),
+        ("recipe: 3", "key 'recipe': must be text, got 3"),
+        ("1: 2", "key 1: must be text, the name of a setting"),
+        ("stages: [{1.5: 2}]", "key 1.5: must be text, the name of a setting"),
         (
             "rollout:\n  tsaks_per_step: 1",
             r"unknown key 'rollout.tsaks_per_step'. Did you mean 'rollout.tasks_per_step'\?",
@@ -568,6 +577,16 @@ def test_a_replay_has_no_groups_to_compare():
 def test_a_bad_file_is_named(tmp_path, text, says):
     with pytest.raises(ConfigError, match=says):
         resolve(ENV, file=write(tmp_path / "bad.yaml", text))
+
+
+@pytest.mark.parametrize(
+    "stages", ["[{learner: grpo}]", "[grpo]", "grpo", "{grpo: {}}", "[{render: chat, engine: {}, rollout: {}}]"]
+)
+def test_a_models_folder_may_hold_a_config_written_by_hand(tmp_path, stages):
+    write(tmp_path / "config.yaml", f"stages: {stages}")
+    assert stage_of(f"model={tmp_path}").rollout == stage_of("model=./some-model").rollout
+    with pytest.raises(ConfigError, match="holds no model, and is not the folder of a run"):
+        policy_of_run(tmp_path)
 
 
 DOTTED = """

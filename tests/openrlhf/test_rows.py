@@ -88,6 +88,12 @@ def test_conditional_sft_writes_the_reward_behind_the_question(written):
     assert [row["input"] for row in normal][:2] == ["-0.18: two?", "1.19: two?"]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_equal_rewards_are_normalised_to_0(number):
+    rows = [{"input": "two?", "output": "2", "reward": 0.5} for _ in range(number)]
+    assert [row["reward"] for row in post_processor("csft", TEMPLATE, normalize=True)(rows)] == [0.0] * number
+
+
 def test_nothing_to_write_and_wrong_options_are_said(written, tmp_path, tiny_model, monkeypatch):
     with pytest.raises(ConfigError, match="post_processor is rs, csft or iter_dpo, not best"):
         written("best")
