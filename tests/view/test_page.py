@@ -205,6 +205,52 @@ def test_a_bar_filters_and_search_finds(tree, page):
         page.wait_for_function("() => document.querySelectorAll('a.row').length === 16")
 
 
+def test_a_late_answer_to_an_earlier_search_changes_nothing(tree, page):
+    with viewing(tree) as url:
+        main = opened(page, url, f"list/{RUN}/1")
+        page.wait_for_selector("a.row")
+        search, held = main.get_by_label("Search in messages and tasks"), []
+        page.route("**/api?q=search*answer*", lambda route: held.append(route))
+        for later, rows in (("train-3", 4), ("", 16)):
+            with page.expect_request("**/api?q=search*"):
+                search.fill("answer 2 3")
+            search.fill(later)
+            page.wait_for_function("rows => document.querySelectorAll('a.row').length === rows", arg=rows)
+            with page.expect_response("**/api?q=search*answer*") as answer:
+                held.pop().continue_()
+            answer.value.finished()
+            page.wait_for_timeout(100)
+            assert main.locator("a.row").count() == rows
+            assert "answer" not in page.url
+
+
+def test_a_bar_lists_as_many_episodes_as_it_counts(tmp_path, page):
+    """Also with rewards on the edges of bars, without one, and with edges that are rounded."""
+    for name, rewards, counts in (
+        ("whole", [-1, -1, 0, 0, 0, 1, 3, None], [2, 3, 1, 1]),
+        ("rounded", [0.1, 0.35, 0.6, 1.1], [1, 1, 1, 1]),
+    ):
+        write_episodes(tmp_path / f"{name}.jsonl", [made(n, 0, reward=reward) for n, reward in enumerate(rewards)])
+        with viewing(tmp_path, f"{name}.jsonl") as url:
+            main = opened(page, url, f"list/{name}.jsonl/0")
+            page.wait_for_selector("a.row")
+            bars = main.locator(".bars button")
+            assert [int(bar.get_attribute("data-count") or 0) for bar in bars.all()] == counts
+            for n, count in enumerate(counts):
+                if count:
+                    bars.nth(n).click()
+                    assert main.locator("a.row").count() == count
+                    opened(page, page.url.partition("#")[0], page.url.partition("#/")[2])
+                    page.wait_for_function("count => document.querySelectorAll('a.row').length === count", arg=count)
+            if name == "whole":
+                assert page.get_by_role("button", name="clear 2 to 3").count() == 1
+                bars.first.click()
+                assert page.get_by_role("button", name="clear −1 to below 0").count() == 1
+                opened(page, url, f"list/{name}.jsonl/0?low=-1&high=0")  # of an earlier version: with both ends
+                page.wait_for_function("() => document.querySelectorAll('a.row').length === 5")
+                assert page.get_by_role("button", name="clear −1 to 0").count() == 1
+
+
 def test_swimlanes_are_of_the_recorded_times(tree, page):
     with viewing(tree) as url:
         main = opened(page, url, f"lanes/{RUN}/2")
@@ -262,6 +308,37 @@ def test_a_live_run_is_followed(tree, page):
         assert reward.locator("canvas").get_attribute("aria-label") == "reward/mean over steps 1 to 4, last 0.900"
         assert reward.locator(".now").inner_text() == "0.900"
         assert main.evaluate("one => one.scrollHeight") == height, "nothing jumps"
+
+
+def test_late_answers_about_a_live_run_are_counted_once(tree, page):
+    folder = RunFolder(tree / "runs" / "first")
+    from envgym.disk import folder_lock
+
+    def hold(question, number):
+        held = []
+        page.route(f"**/api?q={question}%7C*", lambda route: held.append(route), times=number)
+        while len(held) < number:
+            page.wait_for_timeout(20)
+        return held
+
+    with viewing(tree) as url:
+        with folder_lock(folder.path, "a test"):
+            main = opened(page, url, f"run/{RUN}")
+            page.wait_for_selector(".charts .chart:not([hidden]) canvas")
+            assert "rollout 75%, 90 s" in main.inner_text()
+            folder.append_metrics({"step": 4, "seconds/rollout": 30.0})
+            for route in hold("metrics", 2):
+                route.continue_()
+            page.wait_for_function("() => document.querySelector('main').innerText.includes('4 of 9')", timeout=15000)
+            folder.append_metrics({"step": 5, "seconds/rollout": 30.0})
+            page.wait_for_function("() => document.querySelector('main').innerText.includes('5 of 9')", timeout=15000)
+            assert "rollout 83%, 150 s" in main.inner_text()
+            [route] = hold("run", 1)
+            folder.append_metrics({"step": 6, "seconds/rollout": 30.0})  # the last, between the page's two questions
+            folder.summary_file.write_text(json.dumps({"status": "completed"}))
+        route.continue_()
+        page.wait_for_selector("h1 .state:text-is('completed')", timeout=15000)
+        assert "6 of 9" in main.inner_text()
 
 
 def test_ticks_are_few_round_and_told_apart(tree, page):
@@ -406,6 +483,20 @@ def test_an_export_opens_from_the_disk_and_asks_for_nothing(tree, page, monkeypa
     assert "took too long" in page.locator("main").inner_text()
     assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
     assert (tree / "first.html").stat().st_size < 2**20
+
+
+def test_an_exported_list_says_of_how_many_it_is(tmp_path, page, monkeypatch):
+    from envgym.cli import main as command
+
+    monkeypatch.chdir(tmp_path)
+    write_episodes(tmp_path / "many.jsonl", [made(n, 0, reward=float(n % 2)) for n in range(2001)])
+    assert command(["export", "many.jsonl", "--episodes", "0"]) == 0
+    page.goto(f"file://{tmp_path}/many.html#/list/many.jsonl/0")
+    page.wait_for_selector("a.row")
+    count = page.locator(".tools .hint")
+    assert count.inner_text() == "2,000 episodes (the first 2,000 of 2,001)"
+    page.get_by_label("Outcome").select_option("wrong")
+    assert count.inner_text() == "1,000 of 2,000 episodes (the first 2,000 of 2,001)"
 
 
 def test_a_hostile_episode_is_text_and_breaks_nothing(tmp_path, page):

@@ -53,8 +53,18 @@ export function chart(title, lines, axis, hasNames = true) {
   };
 }
 
-/** A histogram with buttons as bars. @param {number[]} values @param {(range: [number, number] | null) => void} onSelect
- * @param {[number, number] | null} selected @returns {HTMLElement} */
+/** The rewards of a bar: from the first to the second number, without the second itself if the third is true. @typedef {[number, number, boolean]} Range */
+
+/** @param {number | null} value @param {Range} range @returns {boolean} */
+export function isWithin(value, [low, high, isOpen]) {
+  return typeof value === "number" && value >= low && (isOpen ? value < high : value <= high);
+}
+
+/** @param {Range} range @returns {string} */
+const rangeText = ([low, high, isOpen]) => `${num(low)} to ${isOpen ? "below " : ""}${num(high)}`;
+
+/** A histogram with buttons as bars. @param {number[]} values @param {(range: Range | null) => void} onSelect
+ * @param {Range | null} selected @returns {HTMLElement} */
 export function histogram(values, onSelect, selected) {
   const numbers = values.filter((value) => typeof value === "number");
   if (!numbers.length) return h("div", { class: "bars" });
@@ -62,15 +72,18 @@ export function histogram(values, onSelect, selected) {
   for (const value of numbers) { low = Math.min(low, value); high = Math.max(high, value); }
   const distinct = new Set(numbers.length > 5000 ? numbers.slice(0, 5000) : numbers).size;
   const bins = Math.max(1, Math.min(24, distinct)), width = (high - low) / bins || 1;
+  const edges = Array.from({ length: bins + 1 }, (_, n) => n === bins ? high : low + n * width);
+  const ranges = edges.slice(1).map((edge, n) => /** @type {Range} */ ([edges[n], edge, n < bins - 1]));
   const counts = new Array(bins).fill(0);
-  for (const value of numbers) counts[Math.min(bins - 1, Math.floor((value - low) / width))]++;
-  const maxCount = Math.max(...counts);
-  const edges = Array.from({ length: bins + 1 }, (_, n) => low + n * width), shown = bins <= 8 ? edges : [edges[0], low + (high - low) / 2, high];
-  return h("div", { class: "histogram", vars: { "--bins": bins } }, h("div", { class: "caption" }, `episodes by reward, at most ${num(maxCount)} in a bar `, selected && h("button", { type: "button", onclick: () => onSelect(null) }, `clear ${num(selected[0])} to ${num(selected[1])}`)), h("div", { class: "bars", role: "group", "aria-label": "Rewards" }, counts.map((count, n) => {
-    /** @type {[number, number]} */
-    const range = [edges[n], n === bins - 1 ? high : edges[n + 1]];
+  for (const value of numbers) {
+    const near = Math.min(bins - 1, Math.floor((value - low) / width)); // rounded: at an edge it may be the bar beside
+    counts[value < edges[near] ? near - 1 : near < bins - 1 && value >= edges[near + 1] ? near + 1 : near]++;
+  }
+  const maxCount = Math.max(...counts), shown = bins <= 8 ? edges : [edges[0], low + (high - low) / 2, high];
+  return h("div", { class: "histogram", vars: { "--bins": bins } }, h("div", { class: "caption" }, `episodes by reward, at most ${num(maxCount)} in a bar `, selected && h("button", { type: "button", onclick: () => onSelect(null) }, `clear ${rangeText(selected)}`)), h("div", { class: "bars", role: "group", "aria-label": "Rewards" }, counts.map((count, n) => {
+    const range = ranges[n];
     const isSelected = selected !== null && selected[0] === range[0];
-    const label = `${num(range[0])} to ${num(range[1])}: ${count} episodes`;
+    const label = `${rangeText(range)}: ${count} episodes`;
     return h("button", { type: "button", title: label, "aria-label": label, "aria-pressed": String(isSelected), disabled: count === 0, "data-count": bins <= 12 && count ? num(count) : null,
       vars: { "--h": `${Math.max(count ? 6 : 0, (count * 80) / maxCount)}%` }, onclick: () => onSelect(isSelected ? null : range) });
   })), h("div", { class: "axis" }, high > low ? shown.map((edge) => h("span", null, num(edge))) : h("span", null, num(low))));

@@ -1,6 +1,6 @@
 // The list of a step's episodes, filtered and sorted.
 import { ask, isExport, listOf } from "./api.js";
-import { histogram } from "./charts.js";
+import { histogram, isWithin } from "./charts.js";
 import { color, fact, h, lasting, link, notify, num, ordered, passOf, plain, scored, setting, stateOf } from "./dom.js";
 
 const COLUMNS = /** @type {[string, string, boolean][]} */ ([["key", "task", false], ["reward", "reward", true], ["score", "score", true], ["status", "outcome", false],
@@ -22,7 +22,7 @@ export function listLink(id, step) {
 export async function list(main, id, step, query, remember) {
   const info = await ask("run", id).catch(() => ({ steps: [] }));
   const state = { sort: query.get("sort") || "", down: query.get("down") === "1", status: query.get("status") || "", env: query.get("env") || "", pass: query.get("pass") || "", task: query.get("task") || "", text: query.get("text") || "",
-    range: /** @type {[number, number] | null} */ (query.has("low") ? [Number(query.get("low")), Number(query.get("high"))] : null) };
+    range: /** @type {import("./charts.js").Range | null} */ (query.has("low") ? [Number(query.get("low")), Number(query.get("below") ?? query.get("high")), query.has("below")] : null) };
   const bars = h("div"), count = h("span", { class: "hint", role: "status" }), rows = h("div", { class: "rows" });
   const none = h("p", { hidden: true });
   const head = h("div", { class: "row head", role: "row" }), view = h("div", { class: "list", tabindex: "0", role: "table", "aria-label": "Episodes" }, head, rows);
@@ -47,7 +47,7 @@ export async function list(main, id, step, query, remember) {
   let matches = null;
   /** The episodes of outcomes that the server searches for. @type {Record<string, Set<number>>} */
   const searched = {};
-  let isOver = false;
+  let isOver = false, total = 0;
   const reward = (/** @type {number} */ n) => columns.reward[n], grade = (/** @type {number} */ n) => columns.score[n] ?? columns.reward[n] ?? NaN;
 
   function arrange() {
@@ -58,7 +58,7 @@ export async function list(main, id, step, query, remember) {
       if (task && !columns.key[n].toLowerCase().includes(task)) continue;
       if (state.env && columns.env[n] !== state.env) continue;
       if (state.pass && passOf(columns.group[n]) !== state.pass) continue;
-      if (state.range && !(reward(n) >= state.range[0] && reward(n) <= state.range[1])) continue;
+      if (state.range && !isWithin(reward(n), state.range)) continue;
       if (matches && !matches.has(n)) continue;
       order.push(n);
     }
@@ -70,7 +70,8 @@ export async function list(main, id, step, query, remember) {
     walk.key = `${id}|${step}`;
     walk.order = order;
     walk.filters = query.toString();
-    count.textContent = order.length === columns.id.length ? `${num(order.length)} episodes` : `${num(order.length)} of ${num(columns.id.length)} episodes`;
+    const held = num(columns.id.length), part = columns.id.length < total ? ` (the first ${held} of ${num(total)})` : ""; // an export has no more
+    count.textContent = `${order.length === columns.id.length ? "" : `${num(order.length)} of `}${held} episodes${part}`;
     none.hidden = order.length > 0 || !columns.id.length || (state.status in SEARCHED && !searched[state.status]);
     view.hidden = !none.hidden;
     none.replaceChildren(`none of ${num(columns.id.length)} match `, h("a", { class: "button", href: link("list", id, step) }, "Clear the filters"));
@@ -129,8 +130,9 @@ export async function list(main, id, step, query, remember) {
       onclick: () => { state.down = state.sort === name ? !state.down : isNumber; state.sort = name; saveState(); drawHead(); arrange(); } }, title, state.sort === name ? (state.down ? " ↓" : " ↑") : "")));
   }
   function saveState() {
-    const { range, ...texts } = state, [low, high] = (range || []).map(String), down = state.sort && state.down ? "1" : "";
-    const next = query = new URLSearchParams(Object.entries({ ...texts, down, low, high }).filter(([, value]) => value));
+    const { range, ...texts } = state, [low, high, isOpen] = range || [], down = state.sort && state.down ? "1" : "";
+    const next = query = new URLSearchParams(Object.entries({ ...texts, down }).filter(([, value]) => value));
+    if (range) { next.set("low", String(low)); next.set(isOpen ? "below" : "high", String(high)); }
     remember(next);
     for (const anchor of main.querySelectorAll("a[data-step]")) anchor.setAttribute("href", `${link("list", id, Number(anchor.getAttribute("data-step")))}?${next}`);
   }
@@ -147,10 +149,15 @@ export async function list(main, id, step, query, remember) {
     bars.replaceChildren(histogram(columns.reward, (range) => { state.range = range; saveState(); draw(); arrange(); }, state.range));
   }
   async function runSearch() {
-    state.text = search.value.trim();
+    const text = state.text = search.value.trim();
     matches = null;
-    if (state.text && isExport()) notify("an exported file cannot be searched");
-    else if (state.text) { count.textContent = "searching…"; matches = new Set(await ask("search", id, step, state.text)); }
+    if (text && isExport()) notify("an exported file cannot be searched");
+    else if (text) {
+      count.textContent = "searching…";
+      const found = await ask("search", id, step, text);
+      if (text !== state.text) return; // another search began, or none is wanted now
+      matches = new Set(found);
+    }
     saveState();
     arrange();
   }
@@ -171,7 +178,7 @@ export async function list(main, id, step, query, remember) {
   drawHead();
   let parts = 0;
   await new Promise((resolve, reject) => {
-    listOf(id, step, (part) => { columns = part.columns; if (parts === 0) draw(); if (!isOver && (parts++ === 0 || parts % 4 === 0)) arrange(); resolve(null); }).then(() => {
+    listOf(id, step, (part) => { columns = part.columns; total = part.total; if (parts === 0) draw(); if (!isOver && (parts++ === 0 || parts % 4 === 0)) arrange(); resolve(null); }).then(() => {
       if (!isOver) { draw(); runStatus().catch((error) => notify(error.message)); if (state.text) runSearch().catch((error) => notify(error.message)); }
     }, reject);
   });

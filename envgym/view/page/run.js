@@ -98,12 +98,11 @@ export async function run(main, id) {
     for (const part of main.querySelectorAll(".part")) /** @type {HTMLElement} */ (part).hidden = !part.querySelector("h2 + *")?.textContent;
   }
   async function load() {
-    const update = await ask("metrics", id, offset);
-    if (update.records.length || update.state !== info.state) {
-      records = records.concat(update.records);
-      offset = update.offset;
-    }
-    const now = isExport() ? info : await ask("run", id);
+    const now = isExport() ? info : await ask("run", id); // before the records: those of a run that ended are all there
+    const asked = offset, update = await ask("metrics", id, asked);
+    if (asked !== offset) return; // another call has these records
+    records = records.concat(update.records);
+    offset = update.offset;
     if (!update.records.length && JSON.stringify(now) === JSON.stringify(info)) return;
     Object.assign(info, now);
     state.textContent = info.state;
