@@ -53,7 +53,7 @@ class KTO(Learner):
 
     def rows_to_score(self, groups: Sequence[Group]) -> list[Row]:
         """The episodes' rows and, for the KL baseline, a mismatched row per episode."""
-        episodes = answered(groups)
+        episodes = with_answers(groups)
         for row in (row for episode in episodes for row in episode.rows):
             row.drop_sampling_info()
         pairs = zip(episodes, [*episodes[-1:], *episodes[:-1]], strict=True)
@@ -68,7 +68,7 @@ class KTO(Learner):
         log_ratios = [weighted_sum(row, row.arrays["actor"] - row.arrays["reference"]) for row in self._mismatched]
         baseline = max(0.0, float(np.mean(log_ratios)))
         rows = []
-        for episode in answered(groups):
+        for episode in with_answers(groups):
             assert episode.reward is not None, "a labelled answer has a reward"
             constants = {"good": float(episode.reward > 0.5), "baseline": baseline}
             for row in episode.rows:
@@ -132,7 +132,7 @@ def weighted_sum(row: Row, values: FloatArray) -> float:
     return float(row.loss_weights[counts].astype(np.float64) @ values[counts])
 
 
-def answered(groups: Sequence[Group]) -> list[Episode]:
+def with_answers(groups: Sequence[Group]) -> list[Episode]:
     """The episodes with an answer to learn from."""
     episodes = [episode for group in groups for episode in group.episodes]
     return [episode for episode in episodes if episode.rows and (episode.rows[0].loss_weights > 0).any()]

@@ -91,9 +91,9 @@ def best_and_worst(groups: Sequence[Group]) -> list[Pair]:
 def identical_pairs(groups: Sequence[Group]) -> list[Pair]:
     """An episode and a copy of it, for a step in which all rewards of every group are equal."""
     for episode in (episode for group in groups for episode in group.episodes if episode.rows):
-        same = copy(episode)
-        same.rows = [row.copy_with(arrays={**row.arrays}) for row in episode.rows]
-        return [(episode, same)]
+        twin = copy(episode)
+        twin.rows = [row.copy_with(arrays={**row.arrays}) for row in episode.rows]
+        return [(episode, twin)]
     return []
 
 

@@ -45,7 +45,7 @@ class Answers:
     def __call__(self, path: str) -> Any:
         """The answer to a request. It reads only sources in the folders that the user named. Raises `DataError` for a
         source that does not exist or cannot be read, and `ValueError` for an invalid request."""
-        name, separator, rest = path.partition("|")
+        name, separator, text = path.partition("|")
         numbered = (self._source, _number)
         questions: dict[str, tuple[Callable[..., Any], tuple[Callable[[str], Any], ...]]] = {
             "index": (self._index, ()),
@@ -66,7 +66,7 @@ class Answers:
             ),
         }
         answer, readers = questions.get(name, (None, ()))
-        parts = rest.split("|", len(readers) - 1) if readers else [rest] if separator else []  # a text may have others
+        parts = text.split("|", len(readers) - 1) if readers else [text] if separator else []  # a text may have others
         if answer is None or len(parts) != len(readers):
             raise ValueError("no such question")
         arguments = [read(part) for read, part in zip(readers, parts, strict=True)]
