@@ -78,9 +78,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def replacement_file(path: Path) -> Iterator[Path]:
-    """A temporary file, which replaces `path` in one rename at the end; after an error `path` is unchanged."""
-    temporary = path.with_name(path.name + ".tmp")
+def replacement_file(path: Path, suffix: str = ".tmp") -> Iterator[Path]:
+    """A temporary file, which replaces `path` in one rename at the end; after an error `path` is unchanged. Its name
+    ends in `suffix`: a unique one for a path that several processes may write at once."""
+    temporary = path.with_name(path.name + suffix)
     try:
         yield temporary
         os.replace(temporary, path)

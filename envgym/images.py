@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import threading
 from collections.abc import Collection
 from dataclasses import replace
@@ -41,7 +42,7 @@ class ImageFolder:
                 os.utime(file)
             else:
                 self.path.mkdir(parents=True, exist_ok=True)
-                with replacement_file(file) as temporary:
+                with replacement_file(file, f".{secrets.token_hex(8)}.tmp") as temporary:
                     temporary.write_bytes(content)
         return replace(image, data=None, file=file)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -100,16 +101,29 @@ def test_episodes_that_show_one_image_at_a_time_write_it_one_after_the_other(fol
     image, together = decoded(ImagePart.from_value(picture(3))), threading.Barrier(2)
 
     @contextlib.contextmanager
-    def replacement(path):
+    def replacement(path, suffix):
         with pytest.raises(threading.BrokenBarrierError):
             together.wait(0.2)
-        with replacement_file(path) as temporary:
+        with replacement_file(path, suffix) as temporary:
             yield temporary
 
     monkeypatch.setattr("envgym.images.replacement_file", replacement)
     with ThreadPoolExecutor() as pool:
         parts = list(pool.map(folder.store, [image] * 4))
     assert [part.read() for part in parts] == [image.data] * 4
+
+
+def test_two_processes_may_store_one_image_at_a_time(folder, monkeypatch):
+    image, write_bytes = decoded(ImagePart.from_value(picture(3))), Path.write_bytes
+
+    def write(path, content):
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
+        write_bytes(path, content)
+        assert ImageFolder(folder.path).store(image).read() == image.data  # the other process, meanwhile
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    assert folder.store(image).read() == image.data
+    assert len([*folder.path.iterdir()]) == 1
 
 
 # -- records ----------------------------------------------------------------------------------------------------

@@ -142,16 +142,20 @@ class Conversation(Answering):
     async def _answer(
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
     ) -> PolicyAnswer:
-        branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
+        branch, observation = (
+            next((branch for branch in self._branches if branch.continues(messages, tools)), None),
+            None,
+        )
         if branch is None:
             branch = ConversationBranch(self._renderer, Transcript(self._sampler, is_whole=False), tools)
             extend(branch.transcript, branch.dialogue.begin(Observation(mark_after_prompt(messages), tools=tools)))
             self._branches.append(branch)
         else:
             observation = Observation(tuple(messages[len(branch.messages) :]))
-            extend(branch.transcript, branch.dialogue.add_observation(observation))
         branch.busy = True
         try:
+            if observation is not None:
+                extend(branch.transcript, branch.dialogue.add_observation(observation))
             context = branch.transcript.context.tolist()
             generation = await self._sample(branch.transcript, max_tokens, stop)
         except BaseException:

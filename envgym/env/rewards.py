@@ -36,7 +36,7 @@ from envgym.tasks import TaskList, TaskSet, prompt_key
 from envgym.tasks.columns import ANSWER_FIELDS, PROMPT_FIELDS, TaskReader
 from envgym.tasks.config import SourceConfig
 from envgym.tasks.split import draw_held_out
-from envgym.types import Action, Episode, Message, Observation, Reward, Task, as_messages, refuse_images
+from envgym.types import Action, Episode, Message, Observation, Reward, StopReason, Task, as_messages, refuse_images
 
 from .data import DataEnvConfig, DataEnvSpec
 from .protocol import Env, Info, StepResult
@@ -281,12 +281,13 @@ class GroupRewardSpec(RewardSpec):
 
 
 def last_action(episode: Episode) -> Action:
-    """The last completion of an episode."""
+    """The last completion of an episode; an empty one if a limit ended it before the first."""
     messages = [message for message in episode.messages if message.role == "assistant"]
     actions = [segment for row in episode.rows for segment in row.segments if segment.role == "action"]
     turns = [turn for row in episode.rows for turn in row.turns]
     token_ids = actions[-1].token_ids if actions else ()  # an API gives none
-    return Action(messages[-1].text, token_ids, stop_reason=turns[-1].stop_reason)
+    text, stop_reason = messages[-1].text if messages else "", turns[-1].stop_reason if turns else StopReason.LENGTH
+    return Action(text, token_ids, stop_reason=stop_reason)
 
 
 def seed_of(episodes: Sequence[Episode]) -> int:

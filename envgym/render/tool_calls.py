@@ -319,7 +319,7 @@ def _read_tags(
 
 def _call(name: str, pairs: Iterable[tuple[str, str]], tools: Mapping[str, ToolSpec]) -> ToolCall:
     schema = tools[name].parameters if name in tools else {}
-    properties = schema.get("properties", {})
+    properties = schema.get("properties") or {}
     return ToolCall("", name, {key: _convert(text, _types_in(properties.get(key), schema)) for key, text in pairs})
 
 
@@ -334,13 +334,13 @@ def _types_in(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     if not isinstance(schema, Mapping) or depth > MAX_TRIES:
         return set()
     declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set(declared or ())
+    types = {name for name in ([declared] if isinstance(declared, str) else declared or ()) if isinstance(name, str)}
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     types |= {next(kind for kind in _TYPES if isinstance(value, _TYPES[kind])) for value in values if not types}
     target: Any = root if str(schema.get("$ref", "")).startswith("#/") else None
     for name in str(schema.get("$ref", "")).split("/")[1:]:
         target = target.get(name) if isinstance(target, Mapping) else None
-    alternatives = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ()), target]
+    alternatives = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()] + [target]
     return types.union(*(_types_in(part, root, depth + 1) for part in alternatives))
 
 

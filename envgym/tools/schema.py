@@ -167,7 +167,9 @@ def without_titles(schema: Any) -> Any:
         return schema
     result = {}
     for key, value in schema.items():
-        if key in _MAPS_OF_SCHEMAS:
+        if value is None and key not in _VALUES:  # a server may send an empty field so
+            continue
+        if key in _MAPS_OF_SCHEMAS and isinstance(value, dict):
             result[key] = {name: without_titles(inner) for name, inner in value.items()}
         elif key in _VALUES:
             result[key] = value

@@ -166,8 +166,9 @@ def _is_reusable(folder: Path) -> bool:
 
 
 def _has_stage(folder: Path) -> bool:
-    """True if at least one stage of the run was set up."""
-    return any(True for pattern in ("metrics.jsonl", "*/metrics.jsonl") for _ in folder.glob(pattern))
+    """True if at least one stage of the run was set up, or has written episodes."""
+    patterns = ("metrics.jsonl", "*/metrics.jsonl", "episodes.parquet*", "*/episodes.parquet*")
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
 
 
 def resume_config(name_or_path: str, runs_dir: str, changes: Mapping[str, Any] | None = None) -> RunConfig:
@@ -177,6 +178,8 @@ def resume_config(name_or_path: str, runs_dir: str, changes: Mapping[str, Any] |
     """
     folder, changes = _saved_run(name_or_path, runs_dir), dict(changes or {})
     of_last = {key: changes.pop(key) for key in [*changes] if key in {key.partition(".")[0] for key in LAST_STAGE_KEYS}}
+    if "processes" in of_last.get("rollout", {}):  # of all stages
+        changes["rollout"] = {"processes": of_last["rollout"]["processes"]}
     RunConfig.read(folder / "config.yaml")
     config = resolve(changes, file=folder / "config.yaml")
     if of_last:

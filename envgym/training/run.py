@@ -72,8 +72,11 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
     summary: dict[str, Any] = {}
     for stage_folder, stage in stages:
         summary = stage_folder.read_summary() or {}
-        steps = (stage.steps or 0) if stage.kind == "train" else 0  # a resumed run may have more
-        if summary.get("status") == "completed" and summary["steps"] >= steps:
+        steps, epochs = (stage.steps or 0, stage.epochs) if stage.kind == "train" else (0, None)
+        is_long_enough = (
+            summary.get("steps", 0) >= steps and summary.get("epochs") == epochs
+        )  # a resumed run may be longer
+        if summary.get("status") == "completed" and is_long_enough:
             continue
         resolved = with_results(stage, config, folder)
         if stage.kind == "train":

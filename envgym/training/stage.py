@@ -274,6 +274,7 @@ def _summary(config: RunConfig, state: _StageState, status: str) -> dict[str, An
         **({"best": progress.best} if progress.best else {}),
         **({} if state.has_held_out else {"held_out_tasks": 0}),
         **({} if state.gives_rewards else {"gives_rewards": False}),
+        **({} if trainer is None or trainer.stage.epochs is None else {"epochs": trainer.stage.epochs}),
         **({} if trainer is None else {"head": trainer.components.learner.roles["actor"].head}),
         **({"services": dict(services.counters)} if services is not None and services.names else {}),
     }

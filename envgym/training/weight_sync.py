@@ -280,7 +280,8 @@ class WeightSync:
     Their checksums tell whether the bytes arrived. Whether both then compute the same policy is relative: the
     difference of their log-probabilities of a probe (`policy_difference`) is compared with the one that this model
     has in these number formats when the engines have read the same files as the actor, before the first sync. If a run
-    resumes, the engines have read older files, and the first sync after it gives the difference to compare with. A
+    resumes, or begins from another's checkpoint, the engines have read older files, and its first sync gives the
+    difference to compare with. A
     larger one stops the run if the first tokens that the engines sample confirm it.
 
     `tolerance`, if it is set, is the largest difference in log-probability, in nats, at which the two count as the same
@@ -300,6 +301,8 @@ class WeightSync:
     timeshare: GpuTimeshare
     base_is_quantized: bool = False
     """The actor's frozen weights were quantized to 4 bits, and so differ from those of the folder that engines load."""
+    from_checkpoint: bool = False
+    """The actor begins with the weights of another run's checkpoint, the engines with those of the model's folder."""
     weights_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held from the update of the actor's weights until the engines have them."""
     version: int | None = None
@@ -330,7 +333,8 @@ class WeightSync:
         compute another policy from them.
         """
         actor_logprobs = await self._probe_logprobs()
-        if self.version is None and version == 0 and not self.base_is_quantized and self.tolerance is None:
+        has_same_files = version == 0 and not self.base_is_quantized and not self.from_checkpoint
+        if self.version is None and has_same_files and self.tolerance is None:
             await self.timeshare.hand_over(None)
             await self._compare_with("before the first sync", self.engine, actor_logprobs)
             await self.timeshare.give_to_models()

@@ -197,7 +197,7 @@ def _defines(code: str, task: Task) -> bool:
 
 
 _GREETINGS: Sequence[str] = ("", "Here is the code:\n\n", "This does it:\n\n")
-_OPENING = re.compile(r"```(?:python3?|py)[ \t]*\r?\n", re.IGNORECASE)
+_OPENING = re.compile(r"(?:^(?P<indent>[ \t]*))?```(?:python3?|py)[ \t]*\r?\n", re.IGNORECASE | re.MULTILINE)
 _CLOSING = re.compile(r"^[ \t]*```", re.MULTILINE)
 
 
@@ -208,7 +208,9 @@ def last_block(text: str) -> str:
     if openings:
         code = text[openings[-1].end() :]
         closing = _CLOSING.search(code)
-        return code[: closing.start()] if closing else code.partition("```")[0]
+        code = code[: closing.start()] if closing else code.partition("```")[0]
+        # As in CommonMark: that of an item of a list, say, is no part of the code.
+        return re.sub(rf"(?m)^[ \t]{{0,{len(openings[-1]['indent'] or '')}}}", "", code)
     parts = text.split("```")
     if len(parts) < 2:
         return text

@@ -124,7 +124,8 @@ def _compare(case: CallCase, line: str) -> Result:
         error = str(outcome["error"])
         reason = "memory" if error.startswith("MemoryError") else "error"
         return Result(False, reason, f"{call} raised {_truncate(error)}")
-    if "value" in outcome and is_equal(outcome["value"], case.expected):
+    results = [case.expected, *(case.expected if case.in_list else ())]
+    if "value" in outcome and any(is_equal(outcome["value"], result) for result in results):
         return Result(True)
     value = _truncate(str(outcome.get("shown", "something else")))
     return Result(False, "wrong", f"{call} returned {value}, expected {_truncate(case.result)}")

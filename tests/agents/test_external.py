@@ -21,14 +21,15 @@ from envgym.agents.external import External, ExternalConfig
 from envgym.agents.external.conversation import Conversation
 from envgym.agents.external.endpoint import SESSION_HEADER, TICKET, Endpoint, PolicyAddress
 from envgym.engine import Generation, SamplingParams
-from envgym.errors import ConfigError, InvalidOutcome
+from envgym.errors import ConfigError, InvalidOutcome, InvalidStep
 from envgym.net.server import MAX_BODY
 from envgym.processes.family import descendants
 from envgym.render import load_tokenizer, make_renderer
 from envgym.rollout.config import RolloutConfig
 from envgym.rollout.runner import Runner, SamplingPlan
 from envgym.transcript import EpisodeSampler
-from envgym.types import Message, Observation, StopReason, Task, ToolSpec, VersionSpan
+from envgym.types import ImagePart, Message, Observation, StopReason, Task, ToolSpec, VersionSpan
+from tests.pictures import picture
 from tests.running import is_running
 
 LOOK_UP = ToolSpec("look_up", "Look a name up.", {"type": "object", "properties": {"name": {"type": "string"}}})
@@ -357,6 +358,34 @@ def test_a_request_after_one_that_failed_is_a_conversation_of_its_own(renderer, 
     assert not episode.failed
     assert prompts[0] == prompts[1]
     assert [len(row.turns) for row in episode.rows] == [1]
+
+
+def test_a_request_after_one_that_was_refused_has_its_own_messages_alone(renderer):
+    """The policy is not prompted with a picture that it cannot see, nor with the text beside it."""
+    prompts = []
+
+    class Recording(Scripted):
+        async def generate(self, request):
+            prompts.append(self.tokenizer.decode(list(request.token_ids)))
+            return await super().generate(request)
+
+    async def run():
+        sampler = EpisodeSampler(
+            Recording(renderer, lambda n, prompt: "ok"), "e", SamplingParams(max_tokens=64), 2048, None, 60
+        )
+        conversation = Conversation(renderer, sampler, None, None)
+        messages = [Message("user", "first")]
+        messages.append((await conversation.answer(messages, (), None)).message)
+        with pytest.raises(InvalidStep):
+            await conversation.answer(
+                [*messages, Message("user", ["second", ImagePart.from_value(picture())])], (), None
+            )
+        await conversation.answer([*messages, Message("user", "third")], (), None)
+
+    asyncio.run(run())
+    assert len(prompts) == 2
+    assert "third" in prompts[1]
+    assert "second" not in prompts[1]
 
 
 def test_a_command_that_does_not_exist_is_said(renderer):

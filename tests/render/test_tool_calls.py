@@ -399,6 +399,20 @@ def test_an_argument_in_tags_has_a_type_of_its_schema(reader, name, text, value)
     assert type(call.arguments[name]) is type(value)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": None},
+        {"properties": {"a": {"anyOf": None, "oneOf": None, "type": ["string", {}]}}},
+        {"properties": {"a": {"type": None, "enum": None}}},
+    ],
+)
+def test_an_argument_of_an_incomplete_schema_is_read(schema):
+    text = "<tool_call><function=f><parameter=a>red</parameter></function></tool_call>"
+    [call] = read_function_tags(text, {"f": ToolSpec("f", "", schema)}).calls
+    assert call.arguments == {"a": "red"}
+
+
 def written(renderer, argument):
     """The text of a call as the template writes it."""
     text = renderer.template.turn(

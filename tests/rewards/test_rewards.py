@@ -14,9 +14,10 @@ import pytest
 
 import envgym
 from envgym import registry
+from envgym.env.rewards import last_action
 from envgym.errors import ConfigError, DataError, InvalidStep, NameNotFound
 from envgym.loading import target_of
-from envgym.types import Message, Observation, Status, StopReason, Task
+from envgym.types import Action, Episode, Message, Observation, Outcome, Status, StopReason, Task
 
 TASK = Task("t", prompt="What is 40 + 2?", answer="42", fields={"hint": "add", "level": 3})
 
@@ -758,3 +759,9 @@ def test_a_batch_function_in_a_process_draws_the_same_again(play, write):
     assert outcomes(first) == outcomes(second)
     assert len(set(outcomes(first))) == 3
     assert first[0].episodes[0].metrics["pid"] != second[0].episodes[0].metrics["pid"]
+
+
+def test_an_episode_that_a_limit_ended_before_its_first_turn_has_an_empty_completion():
+    """In a group that is judged as a whole, it must not fail the others."""
+    episode = Episode("e", Task("t"), Outcome.truncate("time"), [])
+    assert last_action(episode) == Action("", (), stop_reason=StopReason.LENGTH)

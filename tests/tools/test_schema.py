@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from envgym.errors import ConfigError
 from envgym.tools import Tool
-from envgym.tools.schema import Parameters, WrongArguments
+from envgym.tools.schema import Parameters, WrongArguments, without_titles
 
 
 class Colour(enum.Enum):
@@ -346,3 +346,8 @@ def test_a_long_or_hostile_value_stays_in_one_short_line():
         Parameters(look, "tool 'look'").read({"n": "a\nb" * 10_000, "x\ny" * 1000: 1})
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
+
+
+def test_empty_fields_of_a_servers_schema_are_left_out():
+    schema = {"type": "object", "properties": None, "required": None, "default": None}
+    assert without_titles(schema) == {"type": "object", "default": None}

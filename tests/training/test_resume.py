@@ -9,8 +9,11 @@ import torch
 import yaml
 
 from envgym.cli import main
+from envgym.config.resolve import resolve
 from envgym.errors import ConfigError, RunError
+from envgym.monitoring.display import Display
 from envgym.run_folder import RunFolder
+from envgym.training import run
 from envgym.training.resume import check_changes, claimed_folder, derived_config, resume_config
 
 SETTINGS = (
@@ -80,8 +83,6 @@ def test_settings_that_may_not(key):
 
 def saved_run(folder, **settings):
     """The folder of a run that has a configuration and nothing else."""
-    from envgym.config.resolve import resolve
-
     config = resolve({"env": "math_verify", "name": folder.name, "runs_dir": str(folder.parent), **settings})
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -92,6 +93,29 @@ def test_changes_are_of_the_last_stage(tmp_path):
     first, last = resume_config("run", str(tmp_path), {"learner": {"lr": 0.5}, "eval": {"every": 3}}).stages
     assert (first.learner.settings["lr"], first.eval.every) == (1e-3, 100)
     assert (last.learner.settings["lr"], last.eval.every) == (0.5, 3)
+
+
+def test_the_number_of_processes_is_of_all_stages(tmp_path):
+    saved_run(tmp_path / "run", recipe="sft_grpo")
+    stages = resume_config("run", str(tmp_path), {"rollout": {"processes": 3, "max_tokens": 9}}).stages
+    assert [stage.rollout.processes for stage in stages] == [3, 3]
+    assert [stage.rollout.max_tokens == 9 for stage in stages] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["episodes.parquet.unfinished", "1-sample/episodes.parquet"])
+def test_a_run_with_sampled_episodes_is_kept_after_an_error(tmp_path, name):
+    config = resolve({"env": "math_verify", "name": "new", "runs_dir": str(tmp_path)})
+    episodes = tmp_path / "new" / name
+
+    def fail():
+        with claimed_folder(config, resume=False):
+            episodes.parent.mkdir(exist_ok=True)
+            episodes.touch()
+            raise RunError("the disk is full")
+
+    with pytest.raises(RunError):
+        fail()
+    assert episodes.exists()
 
 
 def test_nothing_to_begin_from(tmp_path):
@@ -158,3 +182,15 @@ def test_a_change_of_a_setting_that_the_old_file_lacks_is_recorded(tmp_path):
     assert json.loads(line)["changes"] == {
         "keep.rollouts": [None, 5], "roles.actor.save": [None, False], "roles.actor.workers.ranks": [None, 2],
     }  # fmt: skip
+
+
+def test_a_completed_run_of_one_epoch_goes_on_to_three(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": 2}\n')
+    saved_run(tmp_path / "run", model="x", data={"path": str(tmp_path / "rows.jsonl")}, epochs=1)
+    folder, trained = RunFolder(tmp_path / "run"), []
+    folder.write_summary({"status": "completed", "steps": 10, "epochs": 1.0})
+    monkeypatch.setattr(run, "_run_training", lambda *args: trained.append(args) or {"status": "completed"})
+    for epochs, count in ((1, 0), (3, 1)):
+        config = resume_config("run", str(tmp_path), {"epochs": epochs})
+        run.train(config, resume=True, display=Display())
+        assert len(trained) == count

@@ -155,9 +155,9 @@ def test_an_adapter_that_did_not_arrive_stops_it():
         asyncio.run(ActorAndEngine([0.0], adapter=True, loses=True).sync()(2))
 
 
-def compare(before, after, samples, precision="16 bit", version=0):
+def compare(before, after, samples, precision="16 bit", version=0, **settings):
     """A first sync and the check of a step's samples, whose mean difference is `samples`, without `sync.tolerance`."""
-    sync = ActorAndEngine([after] * 4, before).sync(None, precision)
+    sync = ActorAndEngine([after] * 4, before).sync(None, precision, **settings)
     asyncio.run(sync(version))
     sync.check_samples(samples)
 
@@ -202,6 +202,13 @@ def test_a_resumed_run_is_compared_with_its_first_sync():
     compare(before=5.0, after=0.07, samples=0.039, version=3)
     with pytest.raises(RunError, match="the probe after sync 3"):
         compare(before=0.0, after=0.6, samples=0.039, version=3)
+
+
+def test_a_run_that_begins_from_a_checkpoint_is_compared_with_its_first_sync():
+    """The policy has moved since the model's folder was written, which the engines have read."""
+    compare(before=5.0, after=0.07, samples=0.039, from_checkpoint=True)
+    with pytest.raises(RunError, match="the probe after sync 0"):
+        compare(before=0.0, after=0.6, samples=0.039, from_checkpoint=True)
 
 
 def with_picture(difference, tmp_path, before=0.0):

@@ -106,6 +106,12 @@ def test_the_last_python_block_counts(text, code):
     assert last_block(text).rstrip() == code
 
 
+def test_a_block_in_an_item_of_a_list_is_read_without_its_indentation():
+    text = "1. The function:\n   ```python\n   def f():\n       return 1\n   ```\n2. That is all."
+    assert last_block(text) == "def f():\n    return 1\n"
+    assert last_block("So: ```python\n    return 1\n```") == "    return 1\n"  # the body of a function
+
+
 # -- tasks ------------------------------------------------------------------------------------------------
 
 

@@ -192,6 +192,16 @@ def test_integers_of_thousands_of_digits():
     assert not verdict("print(int(input()) + 2)", printed).passed
 
 
+@pytest.mark.parametrize("returned", ["n > 2", "[n > 2]"])
+def test_a_result_in_a_list_of_one_is_right_in_either_form(returned):
+    """As rows of APPS and TACO have them."""
+    tests = json.dumps({"fn_name": "is_large", "inputs": [[1], [3]], "outputs": [[False], [True]]})
+    assert verdict(f"def is_large(n): return {returned}", tests).passed
+    assert not verdict("def is_large(n): return True", tests).passed
+    other = json.dumps({"fn_name": "is_large", "inputs": [[1], [3]], "outputs": [[False], [True, True]]})
+    assert not verdict(f"def is_large(n): return {returned}", other).passed
+
+
 @pytest.mark.parametrize("end", ["exit", "quit"])
 def test_exit_and_quit_end_a_program(end):
     tests = [{"stdin": "", "stdout": "1\n"}]
