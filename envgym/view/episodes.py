@@ -166,13 +166,13 @@ class Listing:
             try:
                 record = json.loads(line)
                 values = _row_columns(record)
+                names = ("group", "member", "id", "key", "seconds")
+                identity = (*(values[name] for name in names), hash(json.dumps(record["messages"])))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise DataError(f"{self.path}, byte {start}: this is not an episode") from None
             size += sum(map(sys.getsizeof, values.values()))
             if size > LISTED:
                 raise DataError(f"{self.path} has lists of more than {LISTED >> 20} MiB: they are not shown")
-            names = ("group", "member", "id", "key", "seconds")
-            identity = (*(values[name] for name in names), hash(json.dumps(record["messages"])))
             position = positions.setdefault(identity, len(starts))
             starts[position : position + 1] = array("q", [start])
             for name, column in columns.items():
