@@ -142,10 +142,8 @@ class Conversation(Answering):
     async def _answer(
         self, messages: Sequence[Message], tools: tuple[ToolSpec, ...], max_tokens: int | None, stop: tuple[str, ...]
     ) -> PolicyAnswer:
-        branch, observation = (
-            next((branch for branch in self._branches if branch.continues(messages, tools)), None),
-            None,
-        )
+        branch = next((branch for branch in self._branches if branch.continues(messages, tools)), None)
+        observation: Observation | None = None
         if branch is None:
             branch = ConversationBranch(self._renderer, Transcript(self._sampler, is_whole=False), tools)
             extend(branch.transcript, branch.dialogue.begin(Observation(mark_after_prompt(messages), tools=tools)))

@@ -105,9 +105,10 @@ async def start_components(
         shared, bucket_bytes = Path(config.runs_dir, config.name or "", "transfer"), stage.sync.bucket_megabytes * 2**20
         files = FileTransfer(actor, shared, bucket_bytes, checkpoint=info.checkpoint_names)
         transfer = make_transfer(stage.sync, actor, files, workers_per_engine=stage.engine.tensor_parallel)
-        compared = (tuple(probes), stage.sync.tolerance, precision)
-        begins_later = stage.from_checkpoint is not None
-        sync = WeightSync(engine, actor, *compared, transfer, files, timeshare, quantized, begins_later)
+        sync = WeightSync(
+            engine, actor, tuple(probes), stage.sync.tolerance, precision, transfer, files, timeshare, quantized,
+            from_checkpoint=stage.from_checkpoint is not None,
+        )  # fmt: skip
     shards = make_shards(config, stage, context, agent, model, engine, max_model_len, display)
     settings = attempt_settings(config, max_model_len)
     runner = Runner(context.spec, agent, engine, stage.rollout, **settings, attempts=shards)

@@ -73,9 +73,8 @@ def _run_stages(config: RunConfig, folder: Path, display: Display) -> dict[str, 
     for stage_folder, stage in stages:
         summary = stage_folder.read_summary() or {}
         steps, epochs = (stage.steps or 0, stage.epochs) if stage.kind == "train" else (0, None)
-        is_long_enough = (
-            summary.get("steps", 0) >= steps and summary.get("epochs") == epochs
-        )  # a resumed run may be longer
+        # A resumed run may be longer.
+        is_long_enough = summary.get("steps", 0) >= steps and summary.get("epochs") == epochs
         if summary.get("status") == "completed" and is_long_enough:
             continue
         resolved = with_results(stage, config, folder)

@@ -281,8 +281,7 @@ class WeightSync:
     difference of their log-probabilities of a probe (`policy_difference`) is compared with the one that this model
     has in these number formats when the engines have read the same files as the actor, before the first sync. If a run
     resumes, or begins from another's checkpoint, the engines have read older files, and its first sync gives the
-    difference to compare with. A
-    larger one stops the run if the first tokens that the engines sample confirm it.
+    difference to compare with. A larger one stops the run if the first tokens that the engines sample confirm it.
 
     `tolerance`, if it is set, is the largest difference in log-probability, in nats, at which the two count as the same
     policy, in place of that comparison.
